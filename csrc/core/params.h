@@ -1,0 +1,127 @@
+// One plain struct per kernel: what it reads and writes, with the shape after each pointer. Filled by
+// csrc/torch (or a C++ test) after every check has passed; kernels trust it.
+#pragma once
+
+#include <cstdint>
+
+#include "core/element_type.h"
+#include "core/page_pool_view.h"
+#include "core/row.h"
+#include "core/scorer.h"
+
+namespace tinyserve::core {
+
+// A strided [num_tokens, num_heads, head_dim] tensor; head_dim has stride 1.
+struct PackedView {
+  const void* data = nullptr;
+  ElementType type = ElementType::kFloat32;
+  int64_t token_stride = 0;
+  int64_t head_stride = 0;
+};
+
+// New tokens that fall into one page of one sequence.
+struct PageWrite {
+  int64_t page_id;
+  int32_t first_token;  // packed token index
+  int32_t num_tokens;
+  int32_t first_slot;   // slot of first_token inside the page
+};
+
+struct AppendKvParams {
+  PackedView k;             // [num_tokens, num_kv_heads, head_dim]
+  PackedView v;
+  const PageWrite* writes;  // [num_writes]
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t page_size;
+  PagePoolView k_pages;
+  PagePoolView v_pages;
+  PageSummaryView page_summary;  // may be null
+  const Scorer* scorer;          // may be null with page_summary
+};
+
+struct SealPagesParams {
+  const int32_t* page_ids;  // [num_page_ids]
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t page_size;
+  PagePoolView k_pages;
+  PageSummaryView page_summary;
+  const Scorer* scorer;
+};
+
+struct ScorePagesParams {
+  PackedView q;      // [num_rows, num_heads, head_dim]
+  const Row* rows;   // [num_rows]
+  int64_t num_kv_heads;
+  int64_t group_size;
+  int64_t head_dim;
+  int64_t page_size;
+  int64_t max_chunks;  // chunks of kScoreChunkPages that cover the longest row
+  PageSummaryView page_summary;
+  const Scorer* scorer;
+  GroupReduction group_reduction;
+  float sm_scale;
+  float* page_scores;  // [num_rows, num_kv_heads, row_stride], indexed by logical page
+  int64_t row_stride;
+};
+
+struct SelectPagesParams {
+  const float* page_scores;    // [num_rows, num_kv_heads, row_stride]
+  int64_t row_stride;
+  const Row* rows;             // [num_rows]
+  const int32_t* page_budget;  // [batch]
+  int64_t num_kv_heads;
+  int64_t page_size;
+  int64_t num_sink_pages;
+  int64_t num_recent_pages;
+  int64_t max_page_budget;
+  int32_t* selected_pages;  // [num_rows, num_kv_heads, max_page_budget]
+  int32_t* num_selected;    // [num_rows, num_kv_heads]
+};
+
+struct AttendPagesParams {
+  PackedView q;  // [num_rows, num_heads, head_dim]
+  const Row* rows;
+  int64_t num_kv_heads;
+  int64_t group_size;
+  int64_t head_dim;
+  int64_t page_size;
+  PagePoolView k_pages;
+  PagePoolView v_pages;
+  const int32_t* selected_pages;  // [num_rows, num_kv_heads, list_width]; null: every visible page
+  const int32_t* num_selected;    // [num_rows, num_kv_heads]; null with selected_pages
+  int64_t list_width;
+  int64_t max_chunks;  // chunks of kChunkPages that cover the longest list
+  float sm_scale;
+  float* partials;  // [num_rows, num_kv_heads, max_chunks, group_size, head_dim + 2]: acc, max, sum
+  float* page_lse;  // [num_rows, num_heads, list_width]; may be null
+  void* out;        // [num_rows, num_heads, head_dim], contiguous, of q's type
+  float* lse;       // [num_rows, num_heads]
+};
+
+struct MergeStatesParams {
+  const void* outs;    // [num_states, num_rows, num_heads, head_dim], contiguous
+  const float* lses;   // [num_states, num_rows, num_heads]
+  ElementType type;
+  int64_t num_states;
+  int64_t num_rows_heads;  // num_rows * num_heads
+  int64_t head_dim;
+  void* out;
+  float* lse;
+};
+
+// Copies stored tokens [first_token, first_token + num_tokens) of one sequence out of its pages.
+struct GatherTokensParams {
+  PagePoolView pages;
+  const int32_t* page_table;
+  int64_t page_size;
+  int64_t head_dim;
+  int64_t first_token;
+  int64_t num_tokens;
+  void* dense;  // [num_kv_heads, num_tokens, head_dim] of `type`, head stride as given
+  ElementType type;
+  int64_t dense_head_stride;
+};
+
+}  // namespace tinyserve::core

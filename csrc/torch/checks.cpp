@@ -1,0 +1,276 @@
+#include "torch/checks.h"
+
+#include <algorithm>
+
+#include "core/limits.h"
+
+namespace tinyserve {
+namespace {
+
+std::string dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::BFloat16: return "bfloat16";
+    default: return "scalar type " + std::to_string(static_cast<int>(type));
+  }
+}
+
+core::PagePoolView view_pool(const Tensor& pages, core::ElementType type) {
+  return {.data = pages.data_ptr(),
+          .type = type,
+          .num_pages = pages.size(0),
+          .page_stride = pages.stride(0),
+          .head_stride = pages.stride(1),
+          .token_stride = pages.stride(2),
+          .channel_stride = pages.stride(3)};
+}
+
+void refuse_scales(const std::optional<Tensor>& scales, const char* name) {
+  TINYSERVE_CHECK(!scales.has_value(), name, ": expected None (int8 pages are not implemented), got a tensor");
+}
+
+}  // namespace
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    text += (axis == 0 ? "" : ", ") + std::to_string(tensor.size(axis));
+  }
+  return text + "]";
+}
+
+void check_cpu(const Tensor& tensor, const char* name) {
+  TINYSERVE_CHECK(tensor.is_cpu(), name, ": expected a tensor on the CPU like the others, got one on another device");
+}
+
+void check_dim(const Tensor& tensor, const char* name, int64_t dim, const char* shape) {
+  TINYSERVE_CHECK(tensor.dim() == dim, name, ": expected shape ", shape, ", got ", shape_text(tensor));
+}
+
+void check_size(const Tensor& tensor, const char* name, int64_t axis, int64_t expected, const char* meaning) {
+  TINYSERVE_CHECK(tensor.size(axis) == expected, name, ": expected size ", expected, " (", meaning, ") at axis ", axis,
+                  ", got shape ", shape_text(tensor));
+}
+
+const int32_t* check_int32(const Tensor& tensor, const char* name, int64_t dim, const char* shape) {
+  check_cpu(tensor, name);
+  TINYSERVE_CHECK(tensor.scalar_type() == ScalarType::Int, name, ": expected dtype int32, got ",
+                  dtype_name(tensor.scalar_type()));
+  check_dim(tensor, name, dim, shape);
+  TINYSERVE_CHECK(tensor.size(dim - 1) <= 1 || tensor.stride(dim - 1) == 1, name,
+                  ": expected a last stride of 1, got ", tensor.stride(dim - 1));
+  return static_cast<const int32_t*>(tensor.const_data_ptr());
+}
+
+core::ElementType check_element_type(const Tensor& tensor, const char* name) {
+  check_cpu(tensor, name);
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return core::ElementType::kFloat32;
+    case ScalarType::Half: return core::ElementType::kFloat16;
+    case ScalarType::BFloat16: return core::ElementType::kBFloat16;
+    default:
+      TINYSERVE_CHECK(false, name, ": expected dtype float32, float16 or bfloat16, got ",
+                      dtype_name(tensor.scalar_type()));
+  }
+  return core::ElementType::kFloat32;
+}
+
+core::PackedView check_packed(const Tensor& tensor, const char* name, Tensor& keep) {
+  const core::ElementType type = check_element_type(tensor, name);
+  check_dim(tensor, name, 3, "[num_tokens, num_heads, head_dim]");
+  keep = tensor.stride(2) == 1 ? tensor : torch::stable::contiguous(tensor);
+  return {.data = keep.const_data_ptr(),
+          .type = type,
+          .token_stride = keep.stride(0),
+          .head_stride = keep.stride(1)};
+}
+
+void check_page_size(int64_t page_size) {
+  TINYSERVE_CHECK(page_size >= 1 && page_size <= core::kMaxPageSize, "page_size: expected 1 to ", core::kMaxPageSize,
+                  ", got ", page_size);
+}
+
+void check_head_dim(int64_t head_dim) {
+  TINYSERVE_CHECK(
+      head_dim >= core::kMinHeadDim && head_dim <= core::kMaxHeadDim && head_dim % core::kHeadDimMultiple == 0,
+      "head_dim: expected a multiple of ", core::kHeadDimMultiple, " from ", core::kMinHeadDim, " to ",
+      core::kMaxHeadDim, ", got ", head_dim);
+}
+
+int64_t check_group_size(int64_t num_heads, int64_t num_kv_heads) {
+  TINYSERVE_CHECK(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && num_heads > 0,
+                  "q: expected a number of query heads that is a multiple of the ", num_kv_heads, " kv heads, got ",
+                  num_heads);
+  return num_heads / num_kv_heads;
+}
+
+core::PagePoolView check_k_pages(const Tensor& k_pages, const std::optional<Tensor>& k_scales) {
+  TINYSERVE_CHECK(k_pages.scalar_type() != ScalarType::Char,
+                  "k_pages: expected dtype float32, float16 or bfloat16 (int8 pages are not implemented), got int8");
+  refuse_scales(k_scales, "k_scales");
+  const core::ElementType type = check_element_type(k_pages, "k_pages");
+  check_dim(k_pages, "k_pages", 4, "[num_pages, num_kv_heads, page_size, head_dim]");
+  check_page_size(k_pages.size(2));
+  check_head_dim(k_pages.size(3));
+  TINYSERVE_CHECK(k_pages.stride(3) == 1 || k_pages.stride(2) == 1 || k_pages.size(2) == 1,
+                  "k_pages: expected stride 1 over head_dim (token-major) or over page_size (channel-major), got ",
+                  k_pages.stride(3), " and ", k_pages.stride(2));
+  return view_pool(k_pages, type);
+}
+
+KvPools check_pools(const Tensor& k_pages, const Tensor& v_pages, const std::optional<Tensor>& k_scales,
+                    const std::optional<Tensor>& v_scales) {
+  KvPools pools{.k = check_k_pages(k_pages, k_scales),
+                .v = {},
+                .num_pages = k_pages.size(0),
+                .num_kv_heads = k_pages.size(1),
+                .page_size = k_pages.size(2),
+                .head_dim = k_pages.size(3)};
+  refuse_scales(v_scales, "v_scales");
+  const core::ElementType v_type = check_element_type(v_pages, "v_pages");
+  TINYSERVE_CHECK(v_type == pools.k.type, "v_pages: expected dtype of k_pages, ", dtype_name(k_pages.scalar_type()),
+                  ", got ", dtype_name(v_pages.scalar_type()));
+  TINYSERVE_CHECK(shape_text(v_pages) == shape_text(k_pages), "v_pages: expected the shape of k_pages, ",
+                  shape_text(k_pages), ", got ", shape_text(v_pages));
+  TINYSERVE_CHECK(v_pages.stride(3) == 1, "v_pages: expected stride 1 over head_dim (token-major), got ",
+                  v_pages.stride(3));
+  pools.v = view_pool(v_pages, v_type);
+  return pools;
+}
+
+const core::Scorer* check_scorer(const std::string& name) {
+  const core::Scorer* scorer = core::find_scorer(name);
+  if (scorer == nullptr) {
+    std::string names;
+    for (const core::Scorer& known : core::kScorers) names += (names.empty() ? "" : ", ") + std::string(known.name);
+    TINYSERVE_CHECK(false, "scorer: expected one of ", names, ", got '", name, "'");
+  }
+  return scorer;
+}
+
+core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scorer& scorer, int64_t num_pages,
+                                    int64_t num_kv_heads, int64_t head_dim) {
+  check_cpu(page_summary, "page_summary");
+  TINYSERVE_CHECK(page_summary.scalar_type() == ScalarType::Byte, "page_summary: expected dtype uint8, got ",
+                  dtype_name(page_summary.scalar_type()));
+  check_dim(page_summary, "page_summary", 3, "[num_pages, num_kv_heads, summary_bytes]");
+  if (num_pages >= 0) check_size(page_summary, "page_summary", 0, num_pages, "num_pages");
+  if (num_kv_heads >= 0) check_size(page_summary, "page_summary", 1, num_kv_heads, "num_kv_heads");
+  check_size(page_summary, "page_summary", 2, scorer.summary_bytes(head_dim), "summary_bytes of the scorer");
+  TINYSERVE_CHECK(page_summary.stride(2) == 1, "page_summary: expected a last stride of 1, got ",
+                  page_summary.stride(2));
+  return {.data = static_cast<uint8_t*>(page_summary.data_ptr()),
+          .page_stride = page_summary.stride(0),
+          .head_stride = page_summary.stride(1)};
+}
+
+const int32_t* check_page_ids(const Tensor& page_ids, const char* name, int64_t num_pages) {
+  const int32_t* ids = check_int32(page_ids, name, 1, "[num_page_ids]");
+  for (int64_t i = 0; i < page_ids.size(0); ++i) {
+    TINYSERVE_CHECK(ids[i] >= 0 && ids[i] < num_pages, name, ": expected page ids from 0 to ", num_pages - 1, ", got ",
+                    ids[i], " at index ", i);
+  }
+  return ids;
+}
+
+void check_starts(const int32_t* cu_query_lens, int64_t batch_size, int64_t num_tokens) {
+  TINYSERVE_CHECK(cu_query_lens[0] == 0 && cu_query_lens[batch_size] == num_tokens,
+                  "cu_query_lens: expected offsets from 0 to the ", num_tokens, " packed tokens, got ",
+                  cu_query_lens[0], " to ", cu_query_lens[batch_size]);
+  for (int64_t sequence = 0; sequence < batch_size; ++sequence) {
+    TINYSERVE_CHECK(cu_query_lens[sequence] <= cu_query_lens[sequence + 1],
+                    "cu_query_lens: expected ascending offsets, got ", cu_query_lens[sequence], " before ",
+                    cu_query_lens[sequence + 1]);
+  }
+}
+
+void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end, int64_t num_pages) {
+  for (int64_t page = first; page < end; ++page) {
+    TINYSERVE_CHECK(table_row[page] >= 0 && table_row[page] < num_pages, "page_table: expected page ids from 0 to ",
+                    num_pages - 1, ", got ", table_row[page], " for sequence ", sequence, ", page ", page);
+  }
+}
+
+Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table, int64_t max_pages,
+                  int64_t num_tokens, int64_t page_size, int64_t window, int64_t num_pages) {
+  check_page_size(page_size);
+  check_window(window);
+  Batch batch;
+  batch.seq_lens = check_int32(seq_lens, "seq_lens", 1, "[batch]");
+  batch.batch_size = seq_lens.size(0);
+  batch.cu_query_lens = check_int32(cu_query_lens, "cu_query_lens", 1, "[batch + 1]");
+  check_size(cu_query_lens, "cu_query_lens", 0, batch.batch_size + 1, "batch + 1");
+  batch.max_pages = max_pages;
+  if (page_table != nullptr) {
+    batch.page_table = check_int32(*page_table, "page_table", 2, "[batch, max_pages]");
+    check_size(*page_table, "page_table", 0, batch.batch_size, "batch");
+    batch.max_pages = page_table->size(1);
+    batch.page_table_stride = page_table->stride(0);
+  }
+  check_starts(batch.cu_query_lens, batch.batch_size, num_tokens);
+  batch.rows.reserve(static_cast<size_t>(num_tokens));
+  for (int64_t sequence = 0; sequence < batch.batch_size; ++sequence) {
+    const int64_t query_len = batch.cu_query_lens[sequence + 1] - batch.cu_query_lens[sequence];
+    const int32_t* table_row = batch.page_table == nullptr ? nullptr : batch.table_row(sequence);
+    int64_t first_page = batch.max_pages;
+    int64_t end_page = 0;
+    for (int64_t i = 0; i < query_len; ++i) {
+      const core::Row row =
+          core::make_row(table_row, static_cast<int32_t>(sequence), batch.seq_lens[sequence] + i, window);
+      batch.max_visible_pages = std::max(batch.max_visible_pages, row.num_visible_pages(page_size));
+      if (row.num_tokens > 0) first_page = std::min(first_page, row.first_page(page_size));
+      end_page = std::max(end_page, row.end_page(page_size));
+      batch.rows.push_back(row);
+    }
+    TINYSERVE_CHECK(end_page <= batch.max_pages, page_table == nullptr ? "page_scores" : "page_table", ": expected at least ",
+                    end_page, " pages for sequence ", sequence, " (seq_lens ", batch.seq_lens[sequence], " and ",
+                    query_len, " new tokens), got ", batch.max_pages);
+    if (table_row != nullptr && num_pages >= 0) {
+      check_table_entries(table_row, sequence, first_page, end_page, num_pages);
+    }
+  }
+  return batch;
+}
+
+void check_window(int64_t window) {
+  TINYSERVE_CHECK(window == -1 || window >= 1, "window: expected -1 (none) or at least 1, got ", window);
+}
+
+void check_softcap(double softcap) {
+  TINYSERVE_CHECK(softcap == 0.0, "softcap: expected 0 (soft-capping is not implemented), got ", softcap);
+}
+
+void check_forced_pages(int64_t num_sink_pages, int64_t num_recent_pages) {
+  TINYSERVE_CHECK(num_sink_pages >= 0, "num_sink_pages: expected at least 0, got ", num_sink_pages);
+  TINYSERVE_CHECK(num_recent_pages >= 1, "num_recent_pages: expected at least 1 (the last page is always attended), got ",
+                  num_recent_pages);
+}
+
+const int32_t* check_page_budget(const Tensor& page_budget, const Batch& batch, int64_t max_page_budget,
+                                 int64_t num_sink_pages, int64_t num_recent_pages) {
+  check_forced_pages(num_sink_pages, num_recent_pages);
+  const int32_t* budgets = check_int32(page_budget, "page_budget", 1, "[batch]");
+  check_size(page_budget, "page_budget", 0, batch.batch_size, "batch");
+  const int64_t num_forced = num_sink_pages + num_recent_pages;
+  for (int64_t sequence = 0; sequence < batch.batch_size; ++sequence) {
+    TINYSERVE_CHECK(budgets[sequence] >= num_forced && budgets[sequence] <= max_page_budget,
+                    "page_budget: expected from the ", num_forced,
+                    " forced pages (num_sink_pages + num_recent_pages) to max_page_budget ", max_page_budget, ", got ",
+                    budgets[sequence], " for sequence ", sequence);
+  }
+  return budgets;
+}
+
+Tensor empty_cpu(std::initializer_list<int64_t> shape, ScalarType type) {
+  return torch::stable::empty({shape.begin(), shape.size()}, type);
+}
+
+}  // namespace tinyserve

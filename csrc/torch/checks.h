@@ -1,0 +1,103 @@
+// Argument checks of the operators: every message names the argument, what was expected and what came, and
+// begins with "tinyserve: " so that the Python wrappers can turn it into ValueError (or TypeError, for a
+// message that says "expected dtype"). All checks of an op run before it writes anything.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "core/element_type.h"
+#include "core/page_pool_view.h"
+#include "core/params.h"
+#include "core/row.h"
+#include "core/scorer.h"
+
+#define TINYSERVE_CHECK(condition, ...) STD_TORCH_CHECK(condition, "tinyserve: ", __VA_ARGS__)
+
+namespace tinyserve {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+std::string shape_text(const Tensor& tensor);
+
+void check_cpu(const Tensor& tensor, const char* name);
+void check_dim(const Tensor& tensor, const char* name, int64_t dim, const char* shape);
+void check_size(const Tensor& tensor, const char* name, int64_t axis, int64_t expected, const char* meaning);
+
+// An int32 tensor on the CPU whose last stride is 1.
+const int32_t* check_int32(const Tensor& tensor, const char* name, int64_t dim, const char* shape);
+
+// fp32, fp16 or bf16; refuses everything else by name.
+core::ElementType check_element_type(const Tensor& tensor, const char* name);
+
+// Packed queries, keys or values [num_tokens, heads, head_dim]. `keep` holds a contiguous copy where the
+// last stride is not 1, and must outlive the view.
+core::PackedView check_packed(const Tensor& tensor, const char* name, Tensor& keep);
+
+// A page pool; sizes of k_pages are checked against the limits, those of v_pages against k_pages.
+struct KvPools {
+  core::PagePoolView k;
+  core::PagePoolView v;
+  int64_t num_pages;
+  int64_t num_kv_heads;
+  int64_t page_size;
+  int64_t head_dim;
+};
+KvPools check_pools(const Tensor& k_pages, const Tensor& v_pages, const std::optional<Tensor>& k_scales,
+                    const std::optional<Tensor>& v_scales);
+core::PagePoolView check_k_pages(const Tensor& k_pages, const std::optional<Tensor>& k_scales);
+
+void check_page_size(int64_t page_size);
+void check_head_dim(int64_t head_dim);
+int64_t check_group_size(int64_t num_heads, int64_t num_kv_heads);
+
+const core::Scorer* check_scorer(const std::string& name);
+core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scorer& scorer, int64_t num_pages,
+                                    int64_t num_kv_heads, int64_t head_dim);
+
+// `page_ids` int32 [n], each in [0, num_pages).
+const int32_t* check_page_ids(const Tensor& page_ids, const char* name, int64_t num_pages);
+
+// The packed batch: one Row per new token, and the number of visible pages of the longest row.
+struct Batch {
+  std::vector<core::Row> rows;
+  const int32_t* cu_query_lens = nullptr;
+  const int32_t* seq_lens = nullptr;
+  const int32_t* page_table = nullptr;
+  int64_t batch_size = 0;
+  int64_t max_pages = 0;  // width of page_table
+  int64_t page_table_stride = 0;
+  int64_t max_visible_pages = 0;
+
+  const int32_t* table_row(int64_t sequence) const { return page_table + sequence * page_table_stride; }
+};
+
+// `page_table` may be absent (select_pages needs none); then `max_pages` bounds the visible pages.
+// `num_pages` >= 0 also checks the page ids of every logical page that a row sees.
+Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table, int64_t max_pages,
+                  int64_t num_tokens, int64_t page_size, int64_t window, int64_t num_pages);
+
+// cu_query_lens [batch + 1]: ascending from 0 to num_tokens.
+void check_starts(const int32_t* cu_query_lens, int64_t batch_size, int64_t num_tokens);
+
+// Page ids of logical pages [first, end) of one sequence.
+void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end, int64_t num_pages);
+
+void check_window(int64_t window);
+void check_softcap(double softcap);
+void check_forced_pages(int64_t num_sink_pages, int64_t num_recent_pages);
+
+// `page_budget` int32 [batch], each from the number of forced pages to `max_page_budget`.
+const int32_t* check_page_budget(const Tensor& page_budget, const Batch& batch, int64_t max_page_budget,
+                                 int64_t num_sink_pages, int64_t num_recent_pages);
+
+Tensor empty_cpu(std::initializer_list<int64_t> shape, ScalarType type);
+
+}  // namespace tinyserve

@@ -1,0 +1,25 @@
+// The three stages of sparse decode on the CPU, shared by score_pages, select_pages, attend_pages and the
+// fused sparse_decode: one code path, so the fused op equals the three bit for bit.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "core/params.h"
+#include "torch/checks.h"
+
+namespace tinyserve {
+
+// Scores of every row into `page_scores` [num_rows, num_kv_heads, row_stride]; only visible pages are written.
+void run_score_pages(core::ScorePagesParams params, const Batch& batch);
+
+void run_select_pages(const core::SelectPagesParams& params, const Batch& batch);
+
+// Attention over the page lists in `params`; allocates the partial results itself, in bounded blocks of rows.
+void run_attend_pages(core::AttendPagesParams params, const Batch& batch, int64_t max_list_pages);
+
+core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_t num_kv_heads, int64_t page_size,
+                                         const std::string& scorer_name, const std::string& group_reduction,
+                                         double sm_scale, const Tensor& page_summary, int64_t num_pages);
+
+}  // namespace tinyserve

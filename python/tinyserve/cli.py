@@ -1,0 +1,132 @@
+"""Command line of `python -m tinyserve`: parses options, turns expected errors into one line and an exit
+code.
+
+Nothing heavy is imported before the options are known to be good, so `--help` and a wrong option answer at
+once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tinyserve.errors import SetupError, UsageError
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """argparse prints the usage before its message; one clear line is easier to read."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Exit codes: 0 done, 1 the set-up is incomplete, 2 bad options, 130 interrupted."""
+    parser = _OneLineParser(prog="tinyserve", description="Long contexts on small machines.")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="command", parser_class=_OneLineParser
+    )
+    _add_demo(commands)
+    options = parser.parse_args(arguments)
+    prog = f"tinyserve {options.command}"
+    try:
+        options.run(options)
+    except UsageError as error:
+        return _complain(prog, error, 2)
+    except SetupError as error:
+        return _complain(prog, error, 1)
+    except KeyboardInterrupt:
+        return _complain(prog, "interrupted", 130)
+    return 0
+
+
+def _complain(prog: str, reason: object, code: int) -> int:
+    print(f"{prog}: error: {' '.join(str(reason).split())}", file=sys.stderr)
+    return code
+
+
+def _add_demo(commands: argparse._SubParsersAction[_OneLineParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="full against sparse attention on a real model and a real text",
+        description="Hides a fact in a play, asks for it with full and with sparse attention, and compares answers, "
+        "time and memory.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument(
+        "--context", type=_integer(1), default=3072, metavar="TOKENS", help="length of the prompt"
+    )
+    budget = demo.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--budget", type=_integer(1), metavar="TOKENS", help="tokens a decode step may read per kv head (512)"
+    )
+    budget.add_argument(
+        "--keep-ratio", type=float, metavar="SHARE", help="share of the pages kept instead, 0 to 1"
+    )
+    demo.add_argument("--page-size", type=_integer(1), default=16, metavar="TOKENS", help="tokens of a page")
+    demo.add_argument("--scorer", default="bounds", metavar="NAME", help="how pages are ranked")
+    demo.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="a Hugging Face model folder instead of SmolLM2"
+    )
+    demo.add_argument(
+        "--depth", type=_share, default=0.2, metavar="SHARE", help="where in the text the fact hides, 0 to 1"
+    )
+    demo.add_argument("--key", default="48213", metavar="TEXT", help="the fact: letters or digits")
+    demo.add_argument(
+        "--seed",
+        type=_integer(0),
+        default=0,
+        metavar="N",
+        help="picks the excerpt and what the key belongs to",
+    )
+    demo.add_argument(
+        "--new-tokens", type=_integer(2), default=32, metavar="N", help="tokens to decode on each side"
+    )
+    demo.add_argument("--threads", type=_integer(1), metavar="N", help="CPU threads (torch decides)")
+    demo.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and KV"
+    )
+    demo.add_argument(
+        "--output",
+        type=Path,
+        default=Path("tinyserve-demo.png"),
+        metavar="PNG",
+        help="the picture; numbers go beside it as .json",
+    )
+    demo.set_defaults(run=_run_demo)
+
+
+def _run_demo(options: argparse.Namespace) -> None:
+    from tinyserve.demo import DemoOptions, run_demo
+
+    chosen = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    # Everything comes from disk; this keeps the libraries from asking the network for what is not there.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    run_demo(DemoOptions(**chosen))
+
+
+def _integer(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"expected an integer >= {low}, got {text!r}")
+        return value
+
+    return parse
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
+    return value

@@ -1,0 +1,606 @@
+"""`PagedKVCache`: sequences of tokens over a pool of KV pages, and the forwards that extend them.
+
+Invariant between calls: a sequence has the same committed length in every layer, only `ForwardBatch.commit` (or
+`ReservedBatch.sync`) makes it grow, and nothing outside [0, length) is ever read. A forward that was left open, whatever
+stopped it, counts as failed: the next call that touches the cache's sequences closes it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tinyserve_ops import ops, serialization
+from tinyserve_ops.batch_tables import BatchTables
+from tinyserve_ops.config import SparseConfig
+from tinyserve_ops.forward import ForwardBatch
+from tinyserve_ops.pools import PagePool
+from tinyserve_ops.reserved import ReservedBatch
+from tinyserve_ops.stats import CacheStats, SelectionStep, StatsRecorder
+
+__all__ = ["PagedKVCache"]
+
+# Batch compositions whose tensors are kept: the running batch, and the ones before a row joined or left.
+_MAX_STATES = 4
+
+
+class _SequenceRecord:
+    """What a handle stands for.
+
+    `ids` are the allocator's sequences, one per layer group; `versions` the page-table versions that the kept batch tables
+    were last told about; `pins` the pages pinned, per group; `reserved` set while a compiled step owns the sequence.
+    """
+
+    __slots__ = ("ids", "next_position", "pins", "reserved", "versions")
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.versions = [0] * len(ids)
+        self.next_position = 0
+        self.pins: list[list[list[int]]] = []
+        self.reserved = False
+
+
+class BatchState:
+    """The tensors of one batch composition, in every layer group."""
+
+    def __init__(self, sequences: tuple[int, ...], tables: list[BatchTables], device: torch.device) -> None:
+        self.sequences = sequences
+        self.tables = tables
+        with torch.inference_mode(False):
+            self.decode_cu_query_lens = torch.arange(len(sequences) + 1, dtype=torch.int32, device=device)
+
+
+class PagedKVCache:
+    """KV of any number of sequences, in pages.
+
+    A `seq` is an integer handle, valid in this cache (and, after `copy.deepcopy`, in the copy).
+
+    Args:
+        num_layers, num_kv_heads, head_dim: shape of the model's KV.
+        config: page size, budgets, scorer and the rest; default `SparseConfig()`.
+        dtype: element type of the pages unless `config.kv_dtype` names another.
+        device: where the pages live.
+        max_tokens: capacity at the start, summed over sequences. A CPU pool grows past it by doubling, up to
+            `config.max_kv_bytes`; untouched capacity costs no physical memory. Not needed with `pool`.
+        layer_groups: layers that share one page table; default one group of all.
+        fingerprint: names the model; exports of one model are refused by a cache of another.
+        pool: share this pool with other caches instead of making one.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        config: SparseConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_tokens: int | None = None,
+        layer_groups: Sequence[Sequence[int]] | None = None,
+        fingerprint: str = "",
+        pool: PagePool | None = None,
+    ) -> None:
+        self.config = SparseConfig() if config is None else config
+        if not isinstance(self.config, SparseConfig):
+            raise TypeError(f"config: expected a SparseConfig, got {type(config).__name__}")
+        if self.config.kv_dtype is not None:
+            dtype = getattr(torch, self.config.kv_dtype)
+        if pool is None:
+            if max_tokens is None:
+                raise ValueError("max_tokens: expected a number of tokens, or a pool to share, got neither")
+            pool = PagePool(
+                num_layers,
+                num_kv_heads,
+                head_dim,
+                config=self.config,
+                dtype=dtype,
+                device=device,
+                max_tokens=max_tokens,
+                layer_groups=layer_groups,
+            )
+        else:
+            _check_pool(pool, (num_layers, num_kv_heads, head_dim), self.config, dtype, device, layer_groups)
+        self.pool = pool
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = pool.dtype
+        self.device = pool.device
+        self.layer_groups = pool.layer_groups
+        self.fingerprint = fingerprint
+        self.group_of_layer = [0] * num_layers
+        for group, layer_ids in enumerate(pool.layer_groups):
+            for layer_id in layer_ids:
+                self.group_of_layer[layer_id] = group
+        self.recorder = StatsRecorder(num_layers, record_selection=self.config.record_selection)
+        self._records: dict[int, _SequenceRecord] = {}
+        self._next_handle = 0
+        self._states: OrderedDict[tuple[int, ...], BatchState] = OrderedDict()
+        self._open: ForwardBatch | None = None
+        self._finalizer = weakref.finalize(self, _give_back, self._records, pool, id(self))
+        self._finalizer.atexit = False
+
+    # -- sequences -----------------------------------------------------------------------------------------------------
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Handles of the live sequences."""
+        return tuple(self._records)
+
+    def new_sequence(self) -> int:
+        """Handle of a new, empty sequence."""
+        return self._add(_SequenceRecord([group.allocator.new_sequence() for group in self.pool.groups]))
+
+    def fork(self, seq: int) -> int:
+        """Handle of a new sequence with the same tokens: shares all pages, and copies one only when it is written."""
+        return self._add(self._fork_record(self._settle(seq, "fork")))
+
+    def free(self, seq: int) -> None:
+        """Ends a sequence; its pages go back to the pool (pinned ones are unpinned)."""
+        record = self._settle(seq, "free")
+        del self._records[seq]
+        for key in [key for key in self._states if seq in key]:
+            del self._states[key]
+        _free_record(record, self.pool)
+
+    def crop(self, seq: int, length: int) -> None:
+        """Keeps the first `length` stored tokens. The next position goes back by as many as are dropped.
+
+        Raises:
+            ValueError: `length` is not in [0, length(seq)].
+        """
+        record = self._settle(seq, "crop")
+        present = self.length(seq)
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= present:
+            raise ValueError(f"length: expected 0 to {present}, the stored length, got {length!r}")
+        for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
+            group.allocator.crop(sequence_id, length)
+        self._note_changes(seq, record, -(-length // self.config.page_size))
+        record.next_position = max(0, record.next_position - (present - length))
+
+    def reset(self, seq: int | None = None) -> None:
+        """Empties one sequence, or all of them and the stats: length and next position 0, pages and pins given back."""
+        for handle in self.sequences if seq is None else (seq,):
+            record = self._settle(handle, "reset")
+            _unpin_record(record, self.pool)
+            self.crop(handle, 0)
+            record.next_position = 0
+        if seq is None:
+            self.recorder.reset()
+
+    def reorder(self, seqs: Sequence[int], indices: Sequence[int]) -> list[int]:
+        """Beam reorder, batch select and repeat in one: result[i] holds what seqs[indices[i]] holds.
+
+        The first use of a sequence keeps its handle, further ones fork it, unused ones are freed.
+
+        Raises:
+            ValueError: an index out of range; nothing changed.
+        """
+        indices = [int(index) for index in indices]
+        for index in indices:
+            if not 0 <= index < len(seqs):
+                raise ValueError(f"indices: expected 0 to {len(seqs) - 1}, got {index}")
+        for seq in seqs:
+            self._settle(seq, "reorder")
+        taken: set[int] = set()
+        result = []
+        for index in indices:
+            seq = seqs[index]
+            result.append(self.fork(seq) if seq in taken else seq)
+            taken.add(seq)
+        for seq in set(seqs) - taken:
+            self.free(seq)
+        return result
+
+    def length(self, seq: int) -> int:
+        """Committed tokens of a sequence."""
+        length: int = self.pool.groups[0].allocator.length(self._record(seq).ids[0])
+        return length
+
+    def next_position(self, seq: int) -> int:
+        """Position (rotary or absolute) of the next token. Follows the length unless set apart from it."""
+        return self._record(seq).next_position
+
+    def set_next_position(self, seq: int, position: int) -> None:
+        """Sets it apart from the stored length: after padding that was not stored, eviction, pruning."""
+        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+            raise ValueError(f"position: expected an integer >= 0, got {position!r}")
+        self._record(seq).next_position = position
+
+    def pin(self, seq: int) -> None:
+        """Keeps the pages of the committed tokens from being freed or evicted until `unpin`, `reset` or `free`."""
+        record = self._settle(seq, "pin")
+        held = []
+        for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
+            page_ids = group.allocator.page_ids(sequence_id, 0).tolist()
+            for page_id in page_ids:
+                group.allocator.pin(page_id)
+            held.append(page_ids)
+        record.pins.append(held)
+
+    def unpin(self, seq: int) -> None:
+        """Takes back one `pin`.
+
+        Raises:
+            RuntimeError: the sequence is not pinned.
+        """
+        record = self._record(seq)
+        if not record.pins:
+            raise RuntimeError(f"unpin: expected a pinned sequence, got {seq}, which is not")
+        _unpin(record.pins.pop(), self.pool)
+
+    def register_page(self, seq: int, page_idx: int, key: bytes, tokens: Sequence[int]) -> bool:
+        """Offers a full page of `seq` to other sequences under the key of its content (see `attach_cached`).
+
+        Args:
+            key: bytes that identify all the page's KV depend on: model, config, and the tokens of this and earlier pages.
+            tokens: the page's tokens, compared on every hit.
+
+        Returns:
+            Whether the page now stands for that content.
+        """
+        record = self._record(seq)
+        done = [
+            group.allocator.register_page(sequence_id, page_idx, key, list(tokens))
+            for group, sequence_id in zip(self.pool.groups, record.ids, strict=True)
+        ]
+        return all(done)
+
+    def attach_cached(self, seq: int, key: bytes, tokens: Sequence[int]) -> bool:
+        """Appends the page registered under `key`, if there is one with these tokens: prefix reuse without a forward.
+
+        Returns:
+            False on a miss, with nothing changed.
+
+        Raises:
+            ValueError: the sequence does not end at a page boundary.
+        """
+        record = self._settle(seq, "attach_cached")
+        before = self.length(seq)
+        for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
+            if not group.allocator.attach_cached(sequence_id, key, list(tokens)):
+                if group is not self.pool.groups[0]:
+                    for other, other_id in zip(self.pool.groups, record.ids, strict=True):
+                        other.allocator.crop(other_id, before)
+                    self._note_changes(seq, record, before // self.config.page_size)
+                return False
+        record.next_position += self.config.page_size
+        return True
+
+    # -- forwards ------------------------------------------------------------------------------------------------------
+
+    @property
+    def open_forward(self) -> ForwardBatch | None:
+        """The forward between `begin` and `commit`, if any."""
+        return self._open
+
+    def begin(self, batch: Iterable[tuple[int, int]], *, dense: bool = False) -> ForwardBatch:
+        """Starts a forward that appends `num_new` tokens to each `(seq, num_new)`; lengths change at its `commit`.
+
+        Args:
+            batch: each sequence at most once; 0 new tokens are allowed.
+            dense: no page selection in this forward, whatever the config says (verifying a draft of one token).
+
+        Raises:
+            OutOfPagesError: no lengths changed, no pages kept.
+            ValueError, KeyError: a row that does not fit.
+        """
+        self._close_open()
+        pairs = list(batch)
+        sequences = tuple(seq for seq, _ in pairs)
+        num_new = [n for _, n in pairs]
+        records = [self._writable(seq, "begin") for seq in sequences]
+        if len(set(sequences)) != len(sequences):
+            raise ValueError(f"batch: expected each sequence once, got {sequences}")
+        for n in num_new:
+            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+                raise ValueError(f"num_new: expected integers >= 0, got {n!r}")
+        state = self._state_of(sequences, records)
+        self.pool.forward_opened(id(self))
+        try:
+            self._reserve_pages(sequences, records, num_new)
+            for tables in state.tables:
+                tables.refresh(num_new)
+            self._open = ForwardBatch(self, state, num_new, dense=dense)
+        except BaseException:
+            self.pool.forward_closed(id(self))
+            self._trim(sequences)
+            raise
+        return self._open
+
+    def reserve(self, seqs: Sequence[int], max_tokens: int) -> ReservedBatch:
+        """Prepares decoding by a compiled step: pages for up to `max_tokens` stored tokens in each sequence, tables of fixed
+        width, and tensors that the step itself advances.
+
+        Until its `release`, these sequences can't be begun, cropped, forked or freed, and the pool does not grow.
+
+        Raises:
+            OutOfPagesError: nothing changed.
+            ValueError: `max_tokens` is below a stored length, or `record_selection` is on (nothing is recorded inside a graph).
+        """
+        self._close_open()
+        sequences = tuple(seqs)
+        records = [self._writable(seq, "reserve") for seq in sequences]
+        if not sequences or len(set(sequences)) != len(sequences):
+            raise ValueError(f"seqs: expected at least one sequence, each once, got {sequences}")
+        if self.config.record_selection:
+            raise ValueError("record_selection: expected False with reserved decoding, got True")
+        lengths = [self.length(seq) for seq in sequences]
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < max(lengths):
+            raise ValueError(f"max_tokens: expected at least {max(lengths)}, the longest stored length, got {max_tokens!r}")
+        num_new = [max_tokens - length for length in lengths]
+        width = -(-max_tokens // self.config.page_size)
+        try:
+            self._reserve_pages(sequences, records, num_new)
+            tables = [
+                BatchTables(group, [record.ids[index] for record in records], self.config, width=max(width, 1))
+                for index, group in enumerate(self.pool.groups)
+            ]
+            for table in tables:
+                table.refresh(num_new)
+            reserved = ReservedBatch(self, sequences, tables, max_tokens)
+        except BaseException:
+            self._trim(sequences)
+            raise
+        for record in records:
+            record.reserved = True
+        self.pool.reservations[id(self)] = self.pool.reservations.get(id(self), 0) + 1
+        return reserved
+
+    def finish_forward(self, forward: ForwardBatch, *, committed: bool) -> None:
+        """For `ForwardBatch` only: makes its tokens count, or gives its pages back."""
+        assert self._open is forward
+        self._open = None
+        self.pool.forward_closed(id(self))
+        if not committed:
+            self._trim(forward.sequences)
+            return
+        for seq, n in zip(forward.sequences, forward.num_new, strict=True):
+            self.advance(seq, n)
+
+    def advance(self, seq: int, num_new: int) -> None:
+        """For forwards only: `num_new` reserved and written tokens become part of the sequence."""
+        record = self._records[seq]
+        for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
+            group.allocator.commit(sequence_id, num_new)
+        record.next_position += num_new
+
+    def end_reservation(self, sequences: tuple[int, ...]) -> None:
+        """For `ReservedBatch` only: the sequences are ordinary again."""
+        for seq in sequences:
+            self._records[seq].reserved = False
+        left = self.pool.reservations.pop(id(self), 1) - 1
+        if left:
+            self.pool.reservations[id(self)] = left
+        self._trim(sequences)
+
+    # -- contents ------------------------------------------------------------------------------------------------------
+
+    def page_ids(self, seq: int, group: int = 0) -> torch.Tensor:
+        """Page ids of the committed tokens of a sequence, int32, on the cache's device."""
+        record = self._record(seq)
+        allocator = self.pool.groups[group].allocator
+        num_pages = -(-allocator.length(record.ids[group]) // self.config.page_size)
+        return torch.from_numpy(allocator.page_ids(record.ids[group], 0)[:num_pages]).to(self.device)
+
+    def dense(self, layer_idx: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a sequence, each [num_kv_heads, length, head_dim], as fresh tensors in the pages' dtype."""
+        if not 0 <= layer_idx < self.num_layers:
+            raise ValueError(f"layer_idx: expected 0 to {self.num_layers - 1}, got {layer_idx}")
+        pool = self.pool.layers[layer_idx]
+        page_ids = self.page_ids(seq, self.group_of_layer[layer_idx])
+        with torch.no_grad():
+            k, v, *_ = ops.gather_pages(page_ids, pool.k_pages, pool.v_pages, pool.k_scales, pool.v_scales, None)
+            shape = (self.num_kv_heads, page_ids.numel() * self.config.page_size, self.head_dim)
+            length = self.length(seq)
+            return k.transpose(0, 1).reshape(shape)[:, :length], v.transpose(0, 1).reshape(shape)[:, :length]
+
+    def export(self, seqs: Sequence[int]) -> bytes:
+        """The sequences as bytes that `import_` of a cache of the same model and config takes; see `serialization`."""
+        return serialization.export_sequences(self, seqs)
+
+    def import_(self, data: bytes) -> list[int]:
+        """Handles of the sequences in `data`, bit for bit as they were exported.
+
+        Raises:
+            ValueError: damaged data, or a header field that does not match this cache, by name; nothing changed.
+            OutOfPagesError: nothing changed.
+        """
+        return serialization.import_sequences(self, data)
+
+    # -- accounting ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """Counters since creation, `reset()` or `reset_stats()`. On CUDA this waits for the device."""
+        return self.recorder.summary(
+            kv_bytes_held=self.pool.bytes_held,
+            kv_bytes_reserved=self.pool.bytes_reserved,
+            pool_growths=self.pool.num_growths,
+        )
+
+    def reset_stats(self) -> None:
+        """Sets the counters to 0 and drops the selection history."""
+        self.recorder.reset()
+
+    def selection_history(self) -> list[SelectionStep]:
+        """The pages selected in each sparse step so far, oldest first; empty unless `record_selection` is on."""
+        return list(self.recorder.history)
+
+    def check(self) -> None:
+        """Raises RuntimeError naming the first broken invariant: page accounting, equal lengths, page tables. O(pool)."""
+        self.pool.check()
+        for seq, record in self._records.items():
+            lengths = [g.allocator.length(i) for g, i in zip(self.pool.groups, record.ids, strict=True)]
+            if len(set(lengths)) != 1:
+                raise RuntimeError(f"sequence {seq}: expected one length in all layer groups, got {lengths}")
+        for state in self._states.values():
+            for tables in state.tables:
+                tables.check()
+
+    def close(self) -> None:
+        """Frees all sequences; also done when the cache is garbage collected. No-op when closed."""
+        self._close_open()
+        self._states.clear()
+        self._finalizer()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        """A cache over the same pool with a copy-on-write fork of every sequence, under the same handles. Stats start anew."""
+        self._close_open()
+        for seq in self._records:
+            self._writable(seq, "deepcopy")
+        copy = PagedKVCache(
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            config=self.config,
+            dtype=self.dtype,
+            device=self.device,
+            fingerprint=self.fingerprint,
+            pool=self.pool,
+        )
+        memo[id(self)] = copy
+        for seq, record in self._records.items():
+            copy._records[seq] = self._fork_record(record)
+        copy._next_handle = self._next_handle
+        return copy
+
+    def __reduce__(self) -> Any:
+        raise TypeError("PagedKVCache can't be pickled: use export() and import_()")
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _add(self, record: _SequenceRecord) -> int:
+        handle = self._next_handle
+        self._next_handle += 1
+        self._records[handle] = record
+        return handle
+
+    def _record(self, seq: int) -> _SequenceRecord:
+        record = self._records.get(seq)
+        if record is None:
+            raise KeyError(f"seq: expected a live sequence of this cache, got {seq!r}")
+        return record
+
+    def _writable(self, seq: int, action: str) -> _SequenceRecord:
+        record = self._record(seq)
+        if record.reserved:
+            raise RuntimeError(f"{action}: sequence {seq} is reserved for compiled decoding; release the reservation first")
+        return record
+
+    def _settle(self, seq: int, action: str) -> _SequenceRecord:
+        """The record of a sequence about to change, outside any forward."""
+        record = self._writable(seq, action)
+        if self._open is not None and seq in self._open.sequences:
+            self._close_open()
+        return record
+
+    def _close_open(self) -> None:
+        if self._open is not None:
+            self._open.abandon()
+
+    def _fork_record(self, record: _SequenceRecord) -> _SequenceRecord:
+        ids = []
+        for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
+            ids.append(group.allocator.fork(sequence_id))
+            group.allocator.trim(ids[-1])
+        forked = _SequenceRecord(ids)
+        forked.next_position = record.next_position
+        return forked
+
+    def _state_of(self, sequences: tuple[int, ...], records: list[_SequenceRecord]) -> BatchState:
+        state = self._states.get(sequences)
+        if state is not None:
+            self._states.move_to_end(sequences)
+            return state
+        tables = [
+            BatchTables(group, [record.ids[index] for record in records], self.config)
+            for index, group in enumerate(self.pool.groups)
+        ]
+        state = self._states[sequences] = BatchState(sequences, tables, self.device)
+        if len(self._states) > _MAX_STATES:
+            self._states.popitem(last=False)
+        return state
+
+    def _reserve_pages(self, sequences: tuple[int, ...], records: list[_SequenceRecord], num_new: list[int]) -> None:
+        for index, group in enumerate(self.pool.groups):
+            if group.reserve([record.ids[index] for record in records], num_new):
+                for seq, record in zip(sequences, records, strict=True):
+                    # Only pages from the first one that is about to be written may have been replaced.
+                    self._note_changes(seq, record, self.length(seq) // self.config.page_size)
+
+    def _trim(self, sequences: tuple[int, ...]) -> None:
+        for seq in sequences:
+            record = self._records.get(seq)
+            if record is None:
+                continue
+            for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
+                group.allocator.trim(sequence_id)
+            self._note_changes(seq, record, -(-self.length(seq) // self.config.page_size))
+
+    def _note_changes(self, seq: int, record: _SequenceRecord, from_page: int) -> None:
+        """Tells the kept tables that entries of `seq` from `from_page` on may have changed, so that they rewrite only those."""
+        for index, group in enumerate(self.pool.groups):
+            version = group.allocator.page_table_version(record.ids[index])
+            before = record.versions[index]
+            if version == before:
+                continue
+            record.versions[index] = version
+            for sequences, state in self._states.items():
+                if seq in sequences:
+                    row = sequences.index(seq)
+                    if state.tables[index].row_version(row) == before:
+                        state.tables[index].forget(row, from_page, version)
+
+
+def _check_pool(
+    pool: PagePool,
+    shape: tuple[int, int, int],
+    config: SparseConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    layer_groups: Sequence[Sequence[int]] | None,
+) -> None:
+    expected: dict[str, tuple[Any, Any]] = {
+        "num_layers, num_kv_heads, head_dim": ((pool.num_layers, pool.num_kv_heads, pool.head_dim), shape),
+        "config.page_size": (pool.page_size, config.page_size),
+        "config.scorer": (pool.scorer, config.scorer),
+        "dtype": (pool.dtype, dtype),
+        "device": (pool.device, torch.device(device)),
+    }
+    if layer_groups is not None:
+        expected["layer_groups"] = (pool.layer_groups, tuple(tuple(group) for group in layer_groups))
+    for name, (have, got) in expected.items():
+        if have != got:
+            raise ValueError(f"{name}: expected {have}, what the shared pool was made for, got {got}")
+
+
+def _unpin(held: list[list[int]], pool: PagePool) -> None:
+    for group, page_ids in zip(pool.groups, held, strict=True):
+        for page_id in page_ids:
+            group.allocator.unpin(page_id)
+
+
+def _unpin_record(record: _SequenceRecord, pool: PagePool) -> None:
+    while record.pins:
+        _unpin(record.pins.pop(), pool)
+
+
+def _free_record(record: _SequenceRecord, pool: PagePool) -> None:
+    _unpin_record(record, pool)
+    for group, sequence_id in zip(pool.groups, record.ids, strict=True):
+        group.allocator.free_sequence(sequence_id)
+
+
+def _give_back(records: dict[int, _SequenceRecord], pool: PagePool, cache_id: int) -> None:
+    pool.forget_cache(cache_id)
+    while records:
+        _free_record(records.popitem()[1], pool)

@@ -1,0 +1,537 @@
+"""TinyServeCache: a transformers `Cache` whose keys and values live in a `PagedKVCache`.
+
+transformers speaks of rows and padded positions, the paged cache of sequences and stored tokens; this file translates. `update`
+stores nothing: the append waits for the attention call, where the key mask says which new tokens are real. Invariant between
+forwards: row i holds sequence `_seqs[i]`, whose length is the number of unpadded positions of row i below `_pads.length`.
+A forward opens at its first layer and commits after its last one, so a forward that raises leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from tinyserve_ops import ops
+from tinyserve_ops.cache import PagedKVCache
+from tinyserve_ops.config import SparseConfig
+from tinyserve_ops.forward import ForwardBatch
+from tinyserve_ops.hf.padding import PadRuns, mask_from_4d
+from tinyserve_ops.hf.support import max_positions
+from tinyserve_ops.reserved import ReservedBatch
+from tinyserve_ops.stats import CacheStats
+
+__all__ = ["ATTENTION_NAME", "MASK_SENTINEL", "MASK_SENTINEL_RESERVED", "TinyServeCache"]
+
+# transformers tests attention names by substring; this one must not contain "sdpa", "flash", "flex", "eager", "paged|" or "/".
+ATTENTION_NAME = "tinyserve"
+# `kv_offset` values by which the mask function recognises our caches; real offsets are never negative.
+MASK_SENTINEL = -1
+MASK_SENTINEL_RESERVED = -2
+
+# transformers renamed the argument of `Cache.crop` when it changed from a length (up to 5.16) to a number of tokens to remove.
+# Only the meaning of 0 depends on it; negative numbers always remove, positive ones always are a length.
+_CROP_ZERO_EMPTIES = "max_length" in Cache.crop.__code__.co_varnames[: Cache.crop.__code__.co_argcount]
+
+
+class TinyServeLayer(CacheLayerMixin):
+    """What transformers asks of a single layer; everything is answered by the cache that owns it."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, owner: TinyServeCache) -> None:
+        super().__init__()
+        self._owner = weakref.ref(owner)  # a strong one would leave freeing the pages to the cycle collector
+
+    def _cache(self) -> TinyServeCache:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError("TinyServeLayer: expected its cache to be alive, got one that was deleted")
+        return owner
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        """Nothing: pools are made by the cache when the first keys arrive."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a layer doesn't know its own index; transformers goes through `Cache.update`."""
+        raise NotImplementedError("TinyServeLayer.update: call update on the cache")
+
+    def get_seq_length(self, *args: Any) -> Any:
+        """Padded length of the cache."""
+        return self._cache().get_seq_length()
+
+    def get_mask_sizes(self, query: Any) -> tuple[Any, int]:
+        """As `TinyServeCache.get_mask_sizes`."""
+        return self._cache().get_mask_sizes(query, 0)
+
+    def get_max_length(self) -> int:
+        """-1: unbounded (transformers 5.13 and newer)."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """-1: unbounded (transformers up to 5.12)."""
+        return -1
+
+    def offload(self) -> None:
+        """Nothing: pages stay where they are."""
+
+    def prefetch(self) -> None:
+        """Nothing: pages stay where they are."""
+
+
+@dataclass
+class _Forward:
+    """The forward under way: made at its first layer, gone after its last."""
+
+    num_new: int  # padded new positions of every row
+    valid: torch.Tensor | None  # bool [batch, num_new], None when all are real
+    index: torch.Tensor | None  # int64: where the real tokens lie in the flattened [batch * num_new]; None when all are real
+    batch: ForwardBatch | None  # None when every new position is padding
+    last_layer: int
+
+
+class TinyServeCache(Cache):
+    """Paged KV cache for `generate(past_key_values=...)`, `generate(cache=...)` and plain forwards of an enabled model.
+
+    Usually made by `generate` itself or by `Handle.new_cache()`. Forward several times, crop, copy (copy-on-write), reorder.
+
+    Args:
+        config: the model's config; shared, not copied.
+        sparse: how decode steps choose pages; default `SparseConfig()`.
+        max_tokens: capacity of the pool, summed over rows; default rows x the model's positions (the pool grows when needed).
+    """
+
+    def __init__(self, config: Any, sparse: SparseConfig | None = None, *, max_tokens: int | None = None) -> None:
+        self.config = config.get_text_config(decoder=True)  # the very object the attention modules look at
+        self.sparse = sparse if sparse is not None else SparseConfig()
+        self.num_layers = int(self.config.num_hidden_layers)
+        self._max_tokens = max_tokens
+        self._on_delete: Callable[[CacheStats], None] | None = None
+        self._kv: PagedKVCache | None = None
+        self._seqs: list[int] = []
+        self._pads = PadRuns(0)
+        self._forward: _Forward | None = None
+        self._reserve_tokens: int | None = None
+        self._reserved: ReservedBatch | None = None
+        self._reserved_length: torch.Tensor | None = None
+        super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
+
+    # What transformers asks -------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hands the new keys and values on to the attention function, which stores them.
+
+        Returns them unchanged, marked with this cache. Under another attention ("sdpa", "eager") they are stored here, and
+        everything is returned densely in padded positions, so that switching attention never computes something else.
+        """
+        if self.config._attn_implementation != ATTENTION_NAME:
+            return self._update_for_other_attention(key_states, value_states, layer_idx)
+        link = (self, layer_idx)
+        if isinstance(kwargs.get("kwargs"), dict):  # 5.24 and newer: the live keyword arguments of the attention call
+            kwargs["kwargs"]["tinyserve_link"] = link
+        else:
+            key_states = key_states.view_as(key_states)  # never leave a mark on a tensor of the caller
+            key_states._tinyserve_link = link  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Padded length: an int, or a 0-d tensor while decoding is reserved."""
+        return self._pads.length if self._reserved is None else self._reserved_length
+
+    def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[Any, int]:
+        """(keys, offset); the offset is the sign by which our mask function knows this cache."""
+        if self._reserve_tokens is not None:  # constant, so that a traced step has nothing to guard on
+            return self._reserve_tokens, MASK_SENTINEL_RESERVED
+        length = self._pads.length + (query if isinstance(query, int) else query.shape[0])
+        return length, MASK_SENTINEL if self.config._attn_implementation == ATTENTION_NAME else 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: unbounded."""
+        return -1
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """-1: unbounded."""
+        return -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether pools exist."""
+        return self._kv is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether decode steps may be compiled: after `reserve`."""
+        return self._reserve_tokens is not None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first forward."""
+        return len(self._seqs) or -1
+
+    def crop(self, tokens: int) -> None:
+        """Removes the last `-tokens` padded positions of every row, or keeps the first `tokens`.
+
+        Args:
+            tokens: negative: positions to remove (all, when there are fewer). Positive: length to keep. 0 follows the installed
+                transformers, whose own decoding loops call it: it removes nothing where its argument is a number of tokens to
+                remove (5.17 and newer), and empties the cache where it is a length. `crop_to` says it without doubt.
+        """
+        if tokens == 0 and not _CROP_ZERO_EMPTIES:
+            return
+        self._suspend()
+        self.crop_to(min(tokens, self._pads.length) if tokens >= 0 else max(0, self._pads.length + tokens))
+
+    def crop_to(self, length: int) -> None:
+        """Keeps the first `length` padded positions of every row; pages behind them are given back.
+
+        Raises:
+            ValueError: `length` is negative or beyond the length.
+        """
+        self._suspend()
+        if not 0 <= length <= self._pads.length:
+            raise ValueError(f"length: expected 0 to {self._pads.length}, the padded length, got {length}")
+        if length < self._pads.length:
+            for row, seq in enumerate(self._seqs):
+                self._paged().crop(seq, self._pads.num_stored(row, length))
+            self._pads.crop(length)
+        self._resume()
+
+    def reset(self) -> None:
+        """Forgets everything and gives all pages back; the next forward may have another batch size."""
+        self._suspend()
+        for seq in self._seqs:
+            self._paged().free(seq)
+        self._seqs, self._pads = [], PadRuns(0)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes a copy-on-write copy of row `beam_idx[i]`; an identity costs nothing."""
+        self._take_rows(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows of `indices` (integers, or a bool per row)."""
+        self._take_rows((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row `repeats` times, copy-on-write."""
+        self._take_rows([row for row in range(len(self._seqs)) for _ in range(repeats)])
+
+    def _take_rows(self, rows: list[int]) -> None:
+        if not self._seqs or rows == list(range(len(self._seqs))):
+            return
+        bad = [row for row in rows if not 0 <= row < len(self._seqs)]
+        if bad:
+            raise ValueError(f"row index: expected 0 to {len(self._seqs) - 1}, got {bad[0]}")
+        self._suspend()
+        self._seqs = self._paged().reorder(self._seqs, rows)
+        self._pads.take(rows)
+        self._resume()
+
+    # What users ask ---------------------------------------------------------------------------------------------------
+
+    @property
+    def kv(self) -> PagedKVCache:
+        """The paged cache underneath (pages, sequences, export). RuntimeError before the first forward."""
+        if self._kv is None:
+            raise RuntimeError("TinyServeCache.kv: expected at least one forward before, got none")
+        return self._kv
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Sequence of each row in `kv`."""
+        return tuple(self._seqs)
+
+    def stored_lengths(self) -> list[int]:
+        """Real tokens stored of each row."""
+        self._sync()
+        return [self._pads.num_stored(row) for row in range(len(self._seqs))]
+
+    def stats(self) -> CacheStats:
+        """Counters of the steps taken: see `tinyserve_ops.stats.CacheStats`. RuntimeError before the first forward."""
+        return self.kv.stats()
+
+    def dense(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k, v) of a layer, each [batch, num_kv_heads, length, head_dim] in padded positions, zeros at pads. Copies."""
+        self._sync()
+        pairs = [self.kv.dense(layer_idx, seq) for seq in self._seqs]
+        if not pairs:
+            raise RuntimeError("TinyServeCache.dense: expected stored tokens, got an empty cache")
+        return self._padded([k for k, _ in pairs]), self._padded([v for _, v in pairs])
+
+    def _padded(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not self._pads:
+            return torch.stack(list(rows))
+        out = rows[0].new_zeros(len(rows), rows[0].size(0), self._pads.length, rows[0].size(2))
+        for row, stored in enumerate(rows):
+            out[row].index_copy_(1, self._pads.stored_positions(row, out.device), stored)
+        return out
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (self.dense(layer_idx) for layer_idx in range(self.num_layers))
+
+    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.dense(layer_idx)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TinyServeCache:
+        """A copy-on-write copy: pages are shared until either side writes to them."""
+        self._suspend()
+        new = TinyServeCache(self.config, self.sparse, max_tokens=self._max_tokens)
+        memo[id(self)] = new
+        if self._kv is not None:
+            new._kv = copy.deepcopy(self._kv, memo)
+        new._seqs, new._pads, new._reserve_tokens = list(self._seqs), self._pads.copy(), self._reserve_tokens
+        self._resume()
+        new._resume()
+        return new
+
+    def __del__(self) -> None:
+        if self._on_delete is not None and self._kv is not None and not sys.is_finalizing():
+            self._on_delete(self._kv.stats())
+
+    def __repr__(self) -> str:
+        return f"TinyServeCache(layers={self.num_layers}, rows={len(self._seqs)}, length={self._pads.length})"
+
+    # Reserved (compiled) decoding -------------------------------------------------------------------------------------
+
+    def reserve(self, max_tokens: int) -> None:
+        """From now on single-token steps use only torch ops on static tensors, for `torch.compile` and CUDA graphs.
+
+        Call it before or after the prefill. Prefill itself stays eager. New tokens of reserved steps are all taken as real.
+
+        Args:
+            max_tokens: stored tokens of every row in total, prompt included.
+        """
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(f"max_tokens: expected a positive integer, got {max_tokens!r}")
+        self._suspend()
+        self._reserve_tokens = max_tokens
+        self._resume()
+
+    def release(self) -> None:
+        """Ends `reserve`: lengths are read back and unused pages given back."""
+        self._suspend()
+        self._reserve_tokens = None
+
+    def _sync(self) -> None:
+        """Reads the lengths of reserved steps back to the host."""
+        if self._reserved is not None:
+            assert self._reserved_length is not None
+            self._reserved.sync()
+            self._pads.append(int(self._reserved_length) - self._pads.length, None)
+
+    def _suspend(self) -> None:
+        """Makes the sequences ordinary again, as every change of rows or lengths needs; drops an unfinished forward."""
+        self._abandon()
+        if self._reserved is not None:
+            self._sync()
+            self._reserved.release()
+            self._reserved = self._reserved_length = None
+
+    def _resume(self) -> None:
+        """Reserves again after `_suspend`, where reserved decoding was asked for and there is something to decode."""
+        if self._reserve_tokens is not None and self._seqs and self._pads.length:
+            self._reserved = self._paged().reserve(self._seqs, self._reserve_tokens)
+            with torch.inference_mode(False):  # or it could not be advanced from normal mode
+                self._reserved_length = torch.tensor(self._pads.length, device=self._paged().device)
+
+    # What the attention function asks ---------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        layer_idx: int,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        sm_scale: float,
+        window: int,
+    ) -> torch.Tensor:
+        """Stores the new keys and values of one layer, then attends.
+
+        Args:
+            query, key, value: [batch, heads, num_new, head_dim], any strides with head_dim stride 1.
+            attention_mask: None, a key mask [batch, length], or a causal 4D mask; read at the first layer of a forward.
+
+        Returns:
+            [batch, num_new, num_heads, head_dim], zeros at padding.
+        """
+        if self._reserved is not None and query.size(2) == 1:
+            return self._attend_reserved(layer_idx, query, key, value, sm_scale, window)
+        forward = self._forward
+        if forward is None or layer_idx <= forward.last_layer or forward.num_new != key.size(2):
+            forward = self._begin(module, key, attention_mask)
+        forward.last_layer = layer_idx
+        batch_size, num_heads, num_new, _ = query.shape
+        if forward.batch is None:
+            out = query.new_zeros(batch_size * num_new, num_heads, value.size(3))
+        else:
+            q, k, v = (_pack(x, forward.index) for x in (query, key, value))
+            out = forward.batch.attend(layer_idx, q, k, v, sm_scale, window)
+            if forward.index is not None:
+                out = out.new_zeros(batch_size * num_new, *out.shape[1:]).index_copy_(0, forward.index, out)
+        if layer_idx == self.num_layers - 1:
+            self._commit()
+        return out.view(batch_size, num_new, num_heads, out.size(2))
+
+    def _attend_reserved(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sm_scale: float, window: int
+    ) -> torch.Tensor:
+        reserved = self._reserved
+        assert reserved is not None
+        out = reserved.attend(layer_idx, query[:, :, 0], key[:, :, 0], value[:, :, 0], sm_scale, window)
+        if layer_idx == self.num_layers - 1:
+            reserved.advance()
+            self._reserved_length.add_(1)  # type: ignore[union-attr]
+        return out.unsqueeze(1)
+
+    def _paged(self) -> PagedKVCache:
+        assert self._kv is not None
+        return self._kv
+
+    def _begin(self, module: torch.nn.Module | None, key: torch.Tensor, attention_mask: torch.Tensor | None) -> _Forward:
+        self._suspend()
+        self._check_model(module, key)
+        batch_size, _, num_new, _ = key.shape
+        fresh = not self._seqs
+        pads = PadRuns(batch_size) if fresh else self._pads
+        valid = _new_tokens(attention_mask, pads, num_new)
+        if self._kv is None:
+            self._kv = self._new_pools(key)
+        if fresh:
+            self._seqs, self._pads = [self._kv.new_sequence() for _ in range(batch_size)], pads
+        index, counts = None, [num_new] * batch_size
+        if valid is not None:
+            index, counts = valid.flatten().nonzero().squeeze(1), valid.sum(dim=1).tolist()
+        rows = [(seq, count) for seq, count in zip(self._seqs, counts, strict=True) if count]
+        batch = self._kv.begin(rows) if rows else None
+        self._forward = _Forward(num_new, valid, index, batch, -1)
+        return self._forward
+
+    def _commit(self, *, allow_missing_layers: bool = False) -> None:
+        forward, self._forward = self._forward, None
+        assert forward is not None
+        if forward.batch is not None:
+            forward.batch.commit(allow_missing_layers=allow_missing_layers)
+        self._pads.append(forward.num_new, forward.valid)
+        self._resume()
+
+    def _abandon(self) -> None:
+        forward, self._forward = self._forward, None
+        if forward is not None and forward.batch is not None:
+            forward.batch.abandon()
+
+    def _check_model(self, module: torch.nn.Module | None, key: torch.Tensor) -> None:
+        config = getattr(module, "config", self.config)
+        if config is not self.config:
+            raise ValueError(
+                f"cache: expected the model it was made for ({type(self.config).__name__} with {self.num_layers} layers), "
+                f"got another one ({type(config).__name__}); make a new cache for it"
+            )
+        if self._kv is not None and (key.size(1), key.size(3)) != (self._kv.num_kv_heads, self._kv.head_dim):
+            raise ValueError(
+                f"cache: expected keys of {self._kv.num_kv_heads} heads of {self._kv.head_dim}, got {key.size(1)} of {key.size(3)}"
+            )
+        if self._seqs and key.size(0) != len(self._seqs):
+            raise ValueError(f"batch size: expected {len(self._seqs)}, the rows of the cache, got {key.size(0)}")
+
+    def _new_pools(self, key: torch.Tensor) -> PagedKVCache:
+        kv_dtype = self.sparse.kv_dtype
+        max_tokens = self._max_tokens
+        if max_tokens is None:
+            max_tokens = key.size(0) * max(max_positions(self.config) or 0, key.size(2))
+        return PagedKVCache(
+            self.num_layers,
+            key.size(1),
+            key.size(3),
+            config=self.sparse,
+            dtype=key.dtype if kv_dtype is None else getattr(torch, kv_dtype),
+            device=key.device,
+            max_tokens=max_tokens,
+            fingerprint=str(self.config.model_type),
+        )
+
+    def _update_for_other_attention(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        forward = self._forward
+        if forward is None or layer_idx <= forward.last_layer or forward.num_new != key.size(2):
+            forward = self._begin(None, key, None if not self._pads else self._all_real(key))
+        forward.last_layer = layer_idx
+        batch = forward.batch
+        assert batch is not None
+        past = self.dense(layer_idx)
+        pool = self.kv.pool.layers[layer_idx]
+        ops.append_kv(
+            _pack(key, None),
+            _pack(value, None),
+            batch.cu_query_lens,
+            batch.seq_lens(),
+            batch.page_table(),
+            pool.k_pages,
+            pool.v_pages,
+            pool.k_scales,
+            pool.v_scales,
+            pool.page_summary,
+            pool.scorer,
+        )
+        if layer_idx == self.num_layers - 1:
+            self._commit(allow_missing_layers=True)  # attended elsewhere
+        return torch.cat([past[0].to(key.dtype), key], dim=2), torch.cat([past[1].to(value.dtype), value], dim=2)
+
+    def _all_real(self, key: torch.Tensor) -> torch.Tensor:
+        """A key mask that says: padding as stored, every new token real."""
+        mask = torch.ones(key.size(0), self._pads.length + key.size(2), dtype=torch.bool, device=key.device)
+        for row, runs in enumerate(self._pads.runs):
+            for start, stop in runs:
+                mask[row, start:stop] = False
+        return mask
+
+
+def _pack(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """[batch, heads, num_new, head_dim] -> packed [tokens, heads, head_dim]: a view where strides allow and nothing is padded."""
+    packed = x.transpose(1, 2).flatten(0, 1)
+    return packed if index is None else packed.index_select(0, index)
+
+
+def _new_tokens(mask: torch.Tensor | None, pads: PadRuns, num_new: int) -> torch.Tensor | None:
+    """Which new tokens are real, bool [batch, num_new], None for all; refuses a mask that contradicts what is stored."""
+    if mask is None:
+        if pads:
+            raise ValueError("attention_mask: expected the mask with the padding stored in the cache, got None")
+        return None
+    if mask.dim() == 4:
+        _check_mask_shape(mask.shape[-2:], (num_new, pads.length + num_new))
+        mask = mask_from_4d(mask, pads.length).expand(pads.batch_size, -1)
+    mask = mask if mask.dtype == torch.bool else mask != 0
+    _check_mask_shape(mask.shape, (pads.batch_size, pads.length + num_new))
+    if bool(mask.all()):
+        if pads:
+            raise _mask_disagrees(pads)
+        return None
+    if pads.length and not pads.agrees_with(mask[:, : pads.length]):
+        raise _mask_disagrees(pads)
+    new = mask[:, pads.length :]
+    return None if bool(new.all()) else new
+
+
+def _check_mask_shape(got: Sequence[int], expected: tuple[int, int]) -> None:
+    if tuple(got) != expected:
+        raise ValueError(f"attention_mask: expected {list(expected)} (earlier tokens included), got {list(got)}")
+
+
+def _mask_disagrees(pads: PadRuns) -> ValueError:
+    return ValueError(
+        f"attention_mask: expected the padding of the {pads.length} tokens already stored, got another; tokens can't be hidden or "
+        "shown afterwards (start a new cache, or crop)"
+    )

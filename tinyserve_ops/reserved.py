@@ -1,0 +1,190 @@
+"""`ReservedBatch`: decode steps that consist of torch ops only, for `torch.compile(fullgraph=True)` and CUDA graphs.
+
+Pages, page tables and every tensor a step touches exist before the first step and keep their addresses; the step itself
+advances lengths, positions and budgets. The host learns the lengths only at `sync`. Invariant: what the tensors say after an
+`advance` is what the pages hold, so a step that fails before it has not happened.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinyserve_ops import ops
+from tinyserve_ops.batch_tables import BatchTables
+from tinyserve_ops.errors import OutOfPagesError
+from tinyserve_ops.forward import attend_decode
+
+if TYPE_CHECKING:
+    from tinyserve_ops.cache import PagedKVCache
+
+__all__ = ["ReservedBatch"]
+
+
+class ReservedBatch:
+    """One new token for each of `sequences` and step. Made by `PagedKVCache.reserve`; also a context manager.
+
+    A compiled function calls `attend` for every layer and then `advance`; around it the eager caller calls `check_room`
+    before each step, and `sync` or `release` when it wants the cache's own lengths to follow.
+
+    Attributes:
+        sequences: handle of each row.
+        max_tokens: stored tokens that each row has room for, in total.
+        cu_query_lens: int32 [batch + 1].
+        seq_lens: int32 [batch], stored tokens of each row; of all layer groups.
+        next_positions: int64 [batch], position of the token that the next step decodes.
+        page_budget: int32 [batch], pages that a sparse layer attends to in the next step.
+    """
+
+    def __init__(
+        self, cache: PagedKVCache, sequences: tuple[int, ...], tables: list[BatchTables], max_tokens: int
+    ) -> None:
+        self.sequences = sequences
+        self.max_tokens = max_tokens
+        self._cache = cache
+        self._config = cache.config
+        self._layers = cache.pool.layers
+        self._page_tables = [tables[group].page_table for group in cache.group_of_layer]  # by layer
+        self._start_lengths = list(tables[0].lengths)  # committed, as of the last sync
+        self._steps_taken = 0  # since then, as far as check_room was told
+        self._released = False
+        self._windows = [-1] * cache.num_layers
+        width = max(1, -(-max_tokens // cache.config.page_size))
+        self._max_page_budget = cache.config.page_budget(width)
+        ratio = cache.config.ratio
+        self._ratio = None if ratio is None else (ratio.numerator, ratio.denominator)
+        batch = len(sequences)
+        with torch.inference_mode(False), torch.no_grad():
+            self.cu_query_lens = torch.arange(batch + 1, dtype=torch.int32, device=cache.device)
+            self.seq_lens = tables[0].seq_lens.clone()
+            starts = [cache.next_position(seq) for seq in sequences]
+            self.next_positions = torch.tensor(starts, dtype=torch.int64, device=cache.device)
+            self.page_budget = torch.full((batch,), self._max_page_budget, dtype=torch.int32, device=cache.device)
+            self._update_budget()
+            # Pages read so far, per layer: one tensor each, because a tensor mutated twice in a graph is copied.
+            self._pages_read = [torch.zeros((), dtype=torch.int64, device=cache.device) for _ in self._layers]
+        static = [self.cu_query_lens, self.seq_lens, self.next_positions, self.page_budget, *self._pages_read]
+        for pool in self._layers:
+            static += [pool.k_pages, pool.v_pages, pool.page_summary]
+        for tensor in [*static, *self._page_tables]:
+            torch._dynamo.mark_static_address(tensor)
+
+    def check_room(self, num_steps: int = 1) -> None:
+        """Counts `num_steps` coming steps and makes sure they fit; eager, reads nothing from the device.
+
+        Raises:
+            OutOfPagesError: they don't. Nothing changed, and the steps are not counted.
+            RuntimeError: the reservation was released.
+        """
+        self._check_live("check_room")
+        longest = max(self._start_lengths) + self._steps_taken
+        if longest + num_steps > self.max_tokens:
+            raise OutOfPagesError(
+                f"reserved decoding: expected room for {num_steps} more tokens, got {self.max_tokens - longest} of the "
+                f"{self.max_tokens} reserved (max_tokens)"
+            )
+        self._steps_taken += num_steps
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sm_scale: float,
+        window: int = -1,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """Appends one token per row to a layer and attends; traceable. Arguments as for `ForwardBatch.attend`."""
+        pool = self._layers[layer_idx]
+        page_table = self._page_tables[layer_idx]
+        ops.append_kv(
+            k,
+            v,
+            self.cu_query_lens,
+            self.seq_lens,
+            page_table,
+            pool.k_pages,
+            pool.v_pages,
+            pool.k_scales,
+            pool.v_scales,
+            pool.page_summary,
+            pool.scorer,
+        )
+        rows = (self.seq_lens, page_table, self.page_budget, self._max_page_budget)
+        sparse = layer_idx >= self._config.dense_layers
+        self._windows[layer_idx] = window
+        out, _, num_selected = attend_decode(
+            q, self.cu_query_lens, rows, pool, self._config, sparse, sm_scale, window, softcap
+        )
+        if num_selected is not None:
+            self._pages_read[layer_idx].add_(num_selected.sum())
+        return out
+
+    def advance(self) -> None:
+        """Makes the step's tokens count; traceable. Called once per step, after the last layer."""
+        self.seq_lens.add_(1)
+        self.next_positions.add_(1)
+        self._update_budget()
+
+    def sync(self) -> None:
+        """Tells the cache the lengths that the steps have reached: one read from the device. The reservation goes on.
+
+        Raises:
+            RuntimeError: the reservation was released, or steps were run without room.
+        """
+        self._check_live("sync")
+        lengths: list[int] = self.seq_lens.tolist()
+        if max(lengths) > self.max_tokens:
+            raise RuntimeError(f"sync: expected at most {self.max_tokens} tokens in a sequence, got lengths {lengths}")
+        new_counts = [length - start for length, start in zip(lengths, self._start_lengths, strict=True)]
+        for seq, num_new in zip(self.sequences, new_counts, strict=True):
+            self._cache.advance(seq, num_new)
+        self._count_steps(lengths)
+        self._start_lengths = lengths
+        self._steps_taken = 0
+
+    def release(self) -> None:
+        """`sync`, then gives back what was reserved and not used; the sequences are ordinary again. No-op when done."""
+        if self._released:
+            return
+        self.sync()
+        self._released = True
+        self._cache.end_reservation(self.sequences)
+
+    def __enter__(self) -> ReservedBatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _update_budget(self) -> None:
+        """`SparseConfig.page_budget` of the pages visible to the next token, on tensors."""
+        if self._ratio is None:
+            return
+        numerator, denominator = self._ratio
+        num_pages = self.seq_lens.to(torch.int64) // self._config.page_size + 1
+        budget = (num_pages * numerator + (denominator - 1)) // denominator
+        self.page_budget.copy_(budget.clamp(min=self._config.forced_pages))
+
+    def _count_steps(self, lengths: list[int]) -> None:
+        steps = tuple(
+            position
+            for start, end in zip(self._start_lengths, lengths, strict=True)
+            for position in range(start, end)
+        )
+        for layer_idx, pool in enumerate(self._layers):
+            pages_read = None
+            if layer_idx >= self._config.dense_layers:
+                pages_read = int(self._pages_read[layer_idx])
+                self._pages_read[layer_idx].zero_()
+            window = self._windows[layer_idx]
+            self._cache.recorder.add_counts(pool=pool, lengths=steps, window=window, pages_read=pages_read)
+
+    def _check_live(self, action: str) -> None:
+        if self._released:
+            raise RuntimeError(f"{action}: expected a live reservation, got one that was released")

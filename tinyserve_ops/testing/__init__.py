@@ -1,0 +1,32 @@
+"""What tests and benchmarks of the ops share: inputs, an independent oracle, comparison, implementations.
+
+Nothing here computes with the ops or with `reference`; inputs are hostile by default (shuffled page ids, NaN
+in every slot that no token fills), so that reading one slot too many shows.
+"""
+
+from __future__ import annotations
+
+from tinyserve_ops.testing.batches import LAYOUTS, Batch, make_batch, make_pools
+from tinyserve_ops.testing.compare import assert_close, assert_refused, assert_same_bits, tolerance
+from tinyserve_ops.testing.implementations import IMPLEMENTATION_NAMES, Implementation, get_implementation
+from tinyserve_ops.testing.oracle import attention_oracle, read_summary, score_oracle
+from tinyserve_ops.testing.views import fused_views, strided_views
+
+__all__ = [
+    "IMPLEMENTATION_NAMES",
+    "LAYOUTS",
+    "Batch",
+    "Implementation",
+    "assert_close",
+    "assert_refused",
+    "assert_same_bits",
+    "attention_oracle",
+    "fused_views",
+    "get_implementation",
+    "make_batch",
+    "make_pools",
+    "read_summary",
+    "score_oracle",
+    "strided_views",
+    "tolerance",
+]
