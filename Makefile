@@ -14,8 +14,12 @@ TESTS4 ?= tests/system
 
 BIN := $(abspath $(VENV))/bin
 BIN4 := $(abspath $(VENV4))/bin
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
-PIP4 := $(BIN4)/python -m pip install -q --disable-pip-version-check
+# A terminal sees progress; a log file only what went wrong.
+TTY := $(shell [ -t 2 ] && echo yes)
+PIP := $(BIN)/python -m pip install $(if $(TTY),,-qq) --disable-pip-version-check
+PIP4 := $(BIN4)/python -m pip install $(if $(TTY),,-qq) --disable-pip-version-check
+BUILD_NATIVE = $(if $(TTY),CMAKE_ARGS="--log-level=NOTICE $$CMAKE_ARGS" python setup.py -q build_ext --inplace,\
+	python setup.py -q build_ext --inplace >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; })
 BUILD := $(abspath $(or $(TINYSERVE_BUILD_DIR),build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')))
 CXX_FILES = $(shell find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \) 2>/dev/null)
 
@@ -25,7 +29,7 @@ export TINYSERVE_BUILD_DIR := $(BUILD)
 # No test or demo reaches for a model hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup build demo test test-cpp test-python test-transformers4 lint format types asan tsan cuda-check wheel \
+.PHONY: help setup build native demo test test-cpp test-python test-transformers4 lint format types asan tsan cuda-check wheel \
 	bench clean
 
 help:
@@ -50,8 +54,8 @@ $(VENV)/.dev: requirements/dev.txt requirements/test.txt $(VENV)/.demo
 	$(PIP) -r requirements/dev.txt
 	@touch $@
 
-$(VENV)/.package: pyproject.toml setup.py $(VENV)/.demo
-	$(PIP) --no-build-isolation --no-deps -e .
+$(VENV)/.package: pyproject.toml setup.py $(VENV)/.demo | native
+	@$(PIP) -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(VENV)/.catch2: $(VENV)/.demo
@@ -67,8 +71,11 @@ $(VENV4)/.test: requirements/transformers-4.txt requirements/build.txt requireme
 
 setup: $(VENV)/.dev $(VENV)/.catch2 build
 
-build: $(VENV)/.package
-	@python setup.py -q build_ext --inplace >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+build: native $(VENV)/.package
+
+native: $(VENV)/.demo
+	@echo "Building the native libraries (minutes the first time, seconds after) ..."
+	@$(BUILD_NATIVE)
 
 # ---- What it is for -------------------------------------------------------------------------------------------------
 
@@ -83,8 +90,8 @@ bench: build
 test: test-cpp test-python
 
 test-cpp: $(VENV)/.catch2 build
-	@CMAKE_ARGS="$$CMAKE_ARGS -DTINYSERVE_BUILD_TESTS=ON" python setup.py -q build_ext --inplace >$(VENV)/build.log 2>&1 \
-		|| { cat $(VENV)/build.log; exit 1; }
+	@echo "Building the C++ tests ..."
+	@export CMAKE_ARGS="$$CMAKE_ARGS -DTINYSERVE_BUILD_TESTS=ON"; $(BUILD_NATIVE)
 	ctest --test-dir $(BUILD) --output-on-failure -j 2 --progress
 
 test-python: $(VENV)/.dev build
@@ -118,7 +125,7 @@ tsan: $(VENV)/.catch2
 cuda-check: $(VENV)/.dev
 	cmake -S . -B build/cuda -G Ninja -DTINYSERVE_CUDA=ON -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build build/cuda --target tinyserve_ops_cuda
-	TINYSERVE_BUILD_DIR=$(CURDIR)/build/cuda python -m pytest -q tests/test_abi.py
+	TINYSERVE_BUILD_DIR=$(CURDIR)/build/cuda python -m pytest -q tests/test_abi.py -k stable_abi
 
 wheel: $(VENV)/.dev build
 	rm -rf build/lib* build/bdist* build/wheel dist

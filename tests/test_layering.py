@@ -99,3 +99,11 @@ def test_the_library_needs_only_torch_numpy_and_the_standard_library() -> None:
             allowed.add("transformers")
         for name in imports_of(module, path):
             assert name.split(".")[0] in allowed, f"{module} imports {name}"
+
+
+def test_cmake_lists_every_source_file() -> None:
+    listed = set(
+        re.findall(r"(?:csrc|tests/cpp)/[\w/]+\.(?:cpp|cu)\b", (ROOT / "CMakeLists.txt").read_text())
+    )
+    there = [path for folder in ("csrc", "tests/cpp") for path in (ROOT / folder).rglob("*.c*")]
+    assert {str(path.relative_to(ROOT)) for path in there if path.suffix in (".cpp", ".cu")} == listed

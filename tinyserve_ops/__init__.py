@@ -17,7 +17,9 @@ from tinyserve_ops import ops, reference  # noqa: E402
 from tinyserve_ops.cache import PagedKVCache  # noqa: E402
 from tinyserve_ops.config import SparseConfig  # noqa: E402
 from tinyserve_ops.errors import OutOfPagesError  # noqa: E402
-from tinyserve_ops.memory import estimate_memory  # noqa: E402
+from tinyserve_ops.memory import MemoryEstimate, estimate_memory  # noqa: E402
+from tinyserve_ops.pools import PagePool  # noqa: E402
+from tinyserve_ops.stats import CacheStats  # noqa: E402
 
 if TYPE_CHECKING:
     from tinyserve_ops.hf import disable, enable
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheStats",
+    "MemoryEstimate",
     "OutOfPagesError",
+    "PagePool",
     "PagedKVCache",
     "SparseConfig",
     "disable",

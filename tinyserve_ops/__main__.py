@@ -1,4 +1,4 @@
-"""`python -m tinyserve_ops`: what a bug report needs. Prints what it finds; a missing part is a line, not a crash."""
+"""`python -m tinyserve_ops`: what a bug report needs. A missing part is a line of output, not a crash."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def _guard(describe: Callable[[], str]) -> str:
     try:
         return describe()
     except Exception as error:  # whatever is broken is what the report is for
-        return f"not available ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
+        message = (str(error).splitlines() or ["no message"])[0]
+        return f"not available ({type(error).__name__}: {message})"
 
 
 def _version(package: str) -> str:
@@ -57,7 +58,9 @@ def _ops_state() -> tuple[bool, str]:
 
 
 def _load_ops() -> str:
-    importlib.import_module("tinyserve_ops.ops")
+    importlib.import_module("tinyserve_ops._library").load()
+    torch = importlib.import_module("torch")
+    assert callable(torch.ops.tinyserve.sparse_decode)  # AttributeError if it was not registered
     return "loaded"
 
 

@@ -1,8 +1,9 @@
-"""`BatchTables`: page table, stored lengths and page budgets of one batch composition in one layer group, as tensors.
+"""`BatchTables`: page table, stored lengths and page budgets of one batch composition in one layer group, as
+tensors.
 
-They persist from step to step and are updated in place: a decode step writes one length per row, and a page id only where a
-row has gained a page. Entries [0, written) of a row equal the allocator's page ids as long as the row's version is the
-allocator's; entries beyond are -1.
+They persist from step to step and are updated in place: a decode step writes one length per row, and a page
+id only where a row has gained a page. Entries [0, written) of a row equal the allocator's page ids as long as
+the row's version is the allocator's; entries beyond are -1.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.pools import PageGroup
 
-__all__ = ["BatchTables"]
+__all__ = ["BatchState", "BatchTables"]
 
 _MIN_WIDTH = 16
 
@@ -28,7 +29,9 @@ class BatchTables:
         lengths: `seq_lens` as host integers.
     """
 
-    def __init__(self, group: PageGroup, sequence_ids: list[int], config: SparseConfig, *, width: int = _MIN_WIDTH) -> None:
+    def __init__(
+        self, group: PageGroup, sequence_ids: list[int], config: SparseConfig, *, width: int = _MIN_WIDTH
+    ) -> None:
         self.group = group
         self.sequence_ids = sequence_ids
         self._config = config
@@ -42,12 +45,14 @@ class BatchTables:
         with torch.inference_mode(False):  # written under any mode later
             self.page_table = torch.full((batch, width), -1, dtype=torch.int32, device=self._device)
             self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self._device)
-            self.page_budget = torch.full((batch,), self.max_page_budget, dtype=torch.int32, device=self._device)
+            self.page_budget = torch.full(
+                (batch,), self.max_page_budget, dtype=torch.int32, device=self._device
+            )
             self._lens_view = self.seq_lens.numpy() if self._on_cpu else None
             self._budget_view = self.page_budget.numpy() if self._on_cpu else None
 
     def refresh(self, num_new: list[int]) -> None:
-        """Brings the tensors up to date for `num_new` tokens beyond each row's committed length; pages must be reserved."""
+        """Brings the tensors up to date for `num_new` reserved tokens beyond each row's committed length."""
         allocator = self.group.allocator
         page_size = allocator.page_size
         versions, written = self._versions, self._written
@@ -71,7 +76,7 @@ class BatchTables:
             self._store(self.page_budget, self._budget_view, budgets)
 
     def forget(self, row: int, from_page: int, version: int) -> None:
-        """Entries of `row` from logical page `from_page` on have changed; those before have not. `version` is the new one."""
+        """Entries of `row` from `from_page` on have changed, no others; `version` is the new one."""
         if self._written[row] > from_page:
             with torch.no_grad():
                 self.page_table[row, from_page : self._written[row]] = -1
@@ -121,3 +126,13 @@ class BatchTables:
         else:
             with torch.no_grad():
                 tensor.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
+
+
+class BatchState:
+    """The tensors of one batch composition, in every layer group."""
+
+    def __init__(self, sequences: tuple[int, ...], tables: list[BatchTables], device: torch.device) -> None:
+        self.sequences = sequences
+        self.tables = tables
+        with torch.inference_mode(False):
+            self.decode_cu_query_lens = torch.arange(len(sequences) + 1, dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 """`PagedKVCache`: sequences of tokens over a pool of KV pages, and the forwards that extend them.
 
-Invariant between calls: a sequence has the same committed length in every layer, only `ForwardBatch.commit` (or
-`ReservedBatch.sync`) makes it grow, and nothing outside [0, length) is ever read. A forward that was left open, whatever
-stopped it, counts as failed: the next call that touches the cache's sequences closes it.
+Invariant between calls: a sequence has the same committed length in every layer, only `ForwardBatch.commit`
+(or `ReservedBatch.sync`) makes it grow, and nothing outside [0, length) is ever read. A forward that was left
+open, whatever stopped it, counts as failed: the next call that touches the cache's sequences closes it.
 """
 
 from __future__ import annotations
@@ -15,44 +15,18 @@ from typing import Any
 import torch
 
 from tinyserve_ops import ops, serialization
-from tinyserve_ops.batch_tables import BatchTables
+from tinyserve_ops.batch_tables import BatchState, BatchTables
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.forward import ForwardBatch
 from tinyserve_ops.pools import PagePool
 from tinyserve_ops.reserved import ReservedBatch
+from tinyserve_ops.sequences import SequenceRecord, give_back
 from tinyserve_ops.stats import CacheStats, SelectionStep, StatsRecorder
 
 __all__ = ["PagedKVCache"]
 
 # Batch compositions whose tensors are kept: the running batch, and the ones before a row joined or left.
 _MAX_STATES = 4
-
-
-class _SequenceRecord:
-    """What a handle stands for.
-
-    `ids` are the allocator's sequences, one per layer group; `versions` the page-table versions that the kept batch tables
-    were last told about; `pins` the pages pinned, per group; `reserved` set while a compiled step owns the sequence.
-    """
-
-    __slots__ = ("ids", "next_position", "pins", "reserved", "versions")
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-        self.versions = [0] * len(ids)
-        self.next_position = 0
-        self.pins: list[list[list[int]]] = []
-        self.reserved = False
-
-
-class BatchState:
-    """The tensors of one batch composition, in every layer group."""
-
-    def __init__(self, sequences: tuple[int, ...], tables: list[BatchTables], device: torch.device) -> None:
-        self.sequences = sequences
-        self.tables = tables
-        with torch.inference_mode(False):
-            self.decode_cu_query_lens = torch.arange(len(sequences) + 1, dtype=torch.int32, device=device)
 
 
 class PagedKVCache:
@@ -108,7 +82,7 @@ class PagedKVCache:
                 layer_groups=layer_groups,
             )
         else:
-            _check_pool(pool, (num_layers, num_kv_heads, head_dim), self.config, dtype, device, layer_groups)
+            pool.check_matches((num_layers, num_kv_heads, head_dim), self.config, dtype, device, layer_groups)
         self.pool = pool
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
@@ -122,14 +96,14 @@ class PagedKVCache:
             for layer_id in layer_ids:
                 self.group_of_layer[layer_id] = group
         self.recorder = StatsRecorder(num_layers, record_selection=self.config.record_selection)
-        self._records: dict[int, _SequenceRecord] = {}
+        self._records: dict[int, SequenceRecord] = {}
         self._next_handle = 0
         self._states: OrderedDict[tuple[int, ...], BatchState] = OrderedDict()
         self._open: ForwardBatch | None = None
-        self._finalizer = weakref.finalize(self, _give_back, self._records, pool, id(self))
+        self._finalizer = weakref.finalize(self, give_back, self._records, pool, id(self))
         self._finalizer.atexit = False
 
-    # -- sequences -----------------------------------------------------------------------------------------------------
+    # -- sequences -------------------------------------------------------------------------------------------
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -138,11 +112,11 @@ class PagedKVCache:
 
     def new_sequence(self) -> int:
         """Handle of a new, empty sequence."""
-        return self._add(_SequenceRecord([group.allocator.new_sequence() for group in self.pool.groups]))
+        return self._add(SequenceRecord([group.allocator.new_sequence() for group in self.pool.groups]))
 
     def fork(self, seq: int) -> int:
-        """Handle of a new sequence with the same tokens: shares all pages, and copies one only when it is written."""
-        return self._add(self._fork_record(self._settle(seq, "fork")))
+        """Handle of a new sequence with the same tokens: shares all pages, copies one when it is written."""
+        return self._add(self._settle(seq, "fork").fork(self.pool))
 
     def free(self, seq: int) -> None:
         """Ends a sequence; its pages go back to the pool (pinned ones are unpinned)."""
@@ -150,7 +124,7 @@ class PagedKVCache:
         del self._records[seq]
         for key in [key for key in self._states if seq in key]:
             del self._states[key]
-        _free_record(record, self.pool)
+        record.free(self.pool)
 
     def crop(self, seq: int, length: int) -> None:
         """Keeps the first `length` stored tokens. The next position goes back by as many as are dropped.
@@ -168,10 +142,10 @@ class PagedKVCache:
         record.next_position = max(0, record.next_position - (present - length))
 
     def reset(self, seq: int | None = None) -> None:
-        """Empties one sequence, or all of them and the stats: length and next position 0, pages and pins given back."""
+        """Empties one sequence, or all of them and the stats; pages and pins are given back."""
         for handle in self.sequences if seq is None else (seq,):
             record = self._settle(handle, "reset")
-            _unpin_record(record, self.pool)
+            record.unpin_all(self.pool)
             self.crop(handle, 0)
             record.next_position = 0
         if seq is None:
@@ -217,15 +191,8 @@ class PagedKVCache:
         self._record(seq).next_position = position
 
     def pin(self, seq: int) -> None:
-        """Keeps the pages of the committed tokens from being freed or evicted until `unpin`, `reset` or `free`."""
-        record = self._settle(seq, "pin")
-        held = []
-        for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
-            page_ids = group.allocator.page_ids(sequence_id, 0).tolist()
-            for page_id in page_ids:
-                group.allocator.pin(page_id)
-            held.append(page_ids)
-        record.pins.append(held)
+        """Keeps the pages of the committed tokens from reuse until `unpin`, `reset` or `free`."""
+        self._settle(seq, "pin").pin(self.pool)
 
     def unpin(self, seq: int) -> None:
         """Takes back one `pin`.
@@ -236,13 +203,14 @@ class PagedKVCache:
         record = self._record(seq)
         if not record.pins:
             raise RuntimeError(f"unpin: expected a pinned sequence, got {seq}, which is not")
-        _unpin(record.pins.pop(), self.pool)
+        record.unpin(self.pool)
 
     def register_page(self, seq: int, page_idx: int, key: bytes, tokens: Sequence[int]) -> bool:
         """Offers a full page of `seq` to other sequences under the key of its content (see `attach_cached`).
 
         Args:
-            key: bytes that identify all the page's KV depend on: model, config, and the tokens of this and earlier pages.
+            key: bytes that identify all the page's KV depend on: model, config, and the tokens of this and
+                earlier pages.
             tokens: the page's tokens, compared on every hit.
 
         Returns:
@@ -256,7 +224,8 @@ class PagedKVCache:
         return all(done)
 
     def attach_cached(self, seq: int, key: bytes, tokens: Sequence[int]) -> bool:
-        """Appends the page registered under `key`, if there is one with these tokens: prefix reuse without a forward.
+        """Appends the page registered under `key`, if there is one with these tokens: prefix reuse without a
+        forward.
 
         Returns:
             False on a miss, with nothing changed.
@@ -276,7 +245,7 @@ class PagedKVCache:
         record.next_position += self.config.page_size
         return True
 
-    # -- forwards ------------------------------------------------------------------------------------------------------
+    # -- forwards --------------------------------------------------------------------------------------------
 
     @property
     def open_forward(self) -> ForwardBatch | None:
@@ -284,15 +253,17 @@ class PagedKVCache:
         return self._open
 
     def begin(self, batch: Iterable[tuple[int, int]], *, dense: bool = False) -> ForwardBatch:
-        """Starts a forward that appends `num_new` tokens to each `(seq, num_new)`; lengths change at its `commit`.
+        """Starts a forward that appends `num_new` tokens to each `(seq, num_new)`; lengths change at its
+        `commit`.
 
         Args:
             batch: each sequence at most once; 0 new tokens are allowed.
-            dense: no page selection in this forward, whatever the config says (verifying a draft of one token).
+            dense: no page selection in this forward, whatever the config says (verifying a draft of one
+                token).
 
         Raises:
             OutOfPagesError: no lengths changed, no pages kept.
-            ValueError, KeyError: a row that does not fit.
+            ValueError: a row that does not fit.
         """
         self._close_open()
         pairs = list(batch)
@@ -318,14 +289,16 @@ class PagedKVCache:
         return self._open
 
     def reserve(self, seqs: Sequence[int], max_tokens: int) -> ReservedBatch:
-        """Prepares decoding by a compiled step: pages for up to `max_tokens` stored tokens in each sequence, tables of fixed
-        width, and tensors that the step itself advances.
+        """Prepares decoding by a compiled step: pages for up to `max_tokens` stored tokens in each sequence,
+        tables of fixed width, and tensors that the step itself advances.
 
-        Until its `release`, these sequences can't be begun, cropped, forked or freed, and the pool does not grow.
+        Until its `release`, these sequences can't be begun, cropped, forked or freed, and the pool does not
+        grow.
 
         Raises:
             OutOfPagesError: nothing changed.
-            ValueError: `max_tokens` is below a stored length, or `record_selection` is on (nothing is recorded inside a graph).
+            ValueError: `max_tokens` is below a stored length, or `record_selection` is on (nothing is
+                recorded inside a graph).
         """
         self._close_open()
         sequences = tuple(seqs)
@@ -336,13 +309,17 @@ class PagedKVCache:
             raise ValueError("record_selection: expected False with reserved decoding, got True")
         lengths = [self.length(seq) for seq in sequences]
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < max(lengths):
-            raise ValueError(f"max_tokens: expected at least {max(lengths)}, the longest stored length, got {max_tokens!r}")
+            raise ValueError(
+                f"max_tokens: expected at least {max(lengths)}, the longest stored length, got {max_tokens!r}"
+            )
         num_new = [max_tokens - length for length in lengths]
         width = -(-max_tokens // self.config.page_size)
         try:
             self._reserve_pages(sequences, records, num_new)
             tables = [
-                BatchTables(group, [record.ids[index] for record in records], self.config, width=max(width, 1))
+                BatchTables(
+                    group, [record.ids[index] for record in records], self.config, width=max(width, 1)
+                )
                 for index, group in enumerate(self.pool.groups)
             ]
             for table in tables:
@@ -383,7 +360,7 @@ class PagedKVCache:
             self.pool.reservations[id(self)] = left
         self._trim(sequences)
 
-    # -- contents ------------------------------------------------------------------------------------------------------
+    # -- contents --------------------------------------------------------------------------------------------
 
     def page_ids(self, seq: int, group: int = 0) -> torch.Tensor:
         """Page ids of the committed tokens of a sequence, int32, on the cache's device."""
@@ -393,31 +370,34 @@ class PagedKVCache:
         return torch.from_numpy(allocator.page_ids(record.ids[group], 0)[:num_pages]).to(self.device)
 
     def dense(self, layer_idx: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a sequence, each [num_kv_heads, length, head_dim], as fresh tensors in the pages' dtype."""
+        """Keys and values of a sequence, fresh [num_kv_heads, length, head_dim] in the pages' dtype."""
         if not 0 <= layer_idx < self.num_layers:
             raise ValueError(f"layer_idx: expected 0 to {self.num_layers - 1}, got {layer_idx}")
         pool = self.pool.layers[layer_idx]
         page_ids = self.page_ids(seq, self.group_of_layer[layer_idx])
         with torch.no_grad():
-            k, v, *_ = ops.gather_pages(page_ids, pool.k_pages, pool.v_pages, pool.k_scales, pool.v_scales, None)
+            k, v, *_ = ops.gather_pages(
+                page_ids, pool.k_pages, pool.v_pages, pool.k_scales, pool.v_scales, None
+            )
             shape = (self.num_kv_heads, page_ids.numel() * self.config.page_size, self.head_dim)
             length = self.length(seq)
             return k.transpose(0, 1).reshape(shape)[:, :length], v.transpose(0, 1).reshape(shape)[:, :length]
 
     def export(self, seqs: Sequence[int]) -> bytes:
-        """The sequences as bytes that `import_` of a cache of the same model and config takes; see `serialization`."""
+        """The sequences as bytes, for `import_` of a cache of the same model and page format."""
         return serialization.export_sequences(self, seqs)
 
     def import_(self, data: bytes) -> list[int]:
         """Handles of the sequences in `data`, bit for bit as they were exported.
 
         Raises:
-            ValueError: damaged data, or a header field that does not match this cache, by name; nothing changed.
+            ValueError: damaged data, or a header field that does not match this cache, by name; nothing
+                changed.
             OutOfPagesError: nothing changed.
         """
         return serialization.import_sequences(self, data)
 
-    # -- accounting ----------------------------------------------------------------------------------------------------
+    # -- accounting ------------------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
         """Counters since creation, `reset()` or `reset_stats()`. On CUDA this waits for the device."""
@@ -432,11 +412,11 @@ class PagedKVCache:
         self.recorder.reset()
 
     def selection_history(self) -> list[SelectionStep]:
-        """The pages selected in each sparse step so far, oldest first; empty unless `record_selection` is on."""
+        """The pages selected in each sparse step, oldest first; empty unless `record_selection` is on."""
         return list(self.recorder.history)
 
     def check(self) -> None:
-        """Raises RuntimeError naming the first broken invariant: page accounting, equal lengths, page tables. O(pool)."""
+        """Raises RuntimeError naming the first broken invariant of pages, lengths or tables. O(pool)."""
         self.pool.check()
         for seq, record in self._records.items():
             lengths = [g.allocator.length(i) for g, i in zip(self.pool.groups, record.ids, strict=True)]
@@ -453,7 +433,7 @@ class PagedKVCache:
         self._finalizer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
-        """A cache over the same pool with a copy-on-write fork of every sequence, under the same handles. Stats start anew."""
+        """A cache over the same pool with a copy-on-write fork of every sequence, under the same handles."""
         self._close_open()
         for seq in self._records:
             self._writable(seq, "deepcopy")
@@ -469,34 +449,36 @@ class PagedKVCache:
         )
         memo[id(self)] = copy
         for seq, record in self._records.items():
-            copy._records[seq] = self._fork_record(record)
+            copy._records[seq] = record.fork(self.pool)
         copy._next_handle = self._next_handle
         return copy
 
     def __reduce__(self) -> Any:
         raise TypeError("PagedKVCache can't be pickled: use export() and import_()")
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
-    def _add(self, record: _SequenceRecord) -> int:
+    def _add(self, record: SequenceRecord) -> int:
         handle = self._next_handle
         self._next_handle += 1
         self._records[handle] = record
         return handle
 
-    def _record(self, seq: int) -> _SequenceRecord:
+    def _record(self, seq: int) -> SequenceRecord:
         record = self._records.get(seq)
         if record is None:
-            raise KeyError(f"seq: expected a live sequence of this cache, got {seq!r}")
+            raise ValueError(f"seq: expected a live sequence of this cache, got {seq!r}")
         return record
 
-    def _writable(self, seq: int, action: str) -> _SequenceRecord:
+    def _writable(self, seq: int, action: str) -> SequenceRecord:
         record = self._record(seq)
         if record.reserved:
-            raise RuntimeError(f"{action}: sequence {seq} is reserved for compiled decoding; release the reservation first")
+            raise RuntimeError(
+                f"{action}: sequence {seq} is reserved for compiled decoding; release the reservation first"
+            )
         return record
 
-    def _settle(self, seq: int, action: str) -> _SequenceRecord:
+    def _settle(self, seq: int, action: str) -> SequenceRecord:
         """The record of a sequence about to change, outside any forward."""
         record = self._writable(seq, action)
         if self._open is not None and seq in self._open.sequences:
@@ -507,16 +489,7 @@ class PagedKVCache:
         if self._open is not None:
             self._open.abandon()
 
-    def _fork_record(self, record: _SequenceRecord) -> _SequenceRecord:
-        ids = []
-        for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
-            ids.append(group.allocator.fork(sequence_id))
-            group.allocator.trim(ids[-1])
-        forked = _SequenceRecord(ids)
-        forked.next_position = record.next_position
-        return forked
-
-    def _state_of(self, sequences: tuple[int, ...], records: list[_SequenceRecord]) -> BatchState:
+    def _state_of(self, sequences: tuple[int, ...], records: list[SequenceRecord]) -> BatchState:
         state = self._states.get(sequences)
         if state is not None:
             self._states.move_to_end(sequences)
@@ -530,7 +503,9 @@ class PagedKVCache:
             self._states.popitem(last=False)
         return state
 
-    def _reserve_pages(self, sequences: tuple[int, ...], records: list[_SequenceRecord], num_new: list[int]) -> None:
+    def _reserve_pages(
+        self, sequences: tuple[int, ...], records: list[SequenceRecord], num_new: list[int]
+    ) -> None:
         for index, group in enumerate(self.pool.groups):
             if group.reserve([record.ids[index] for record in records], num_new):
                 for seq, record in zip(sequences, records, strict=True):
@@ -546,8 +521,8 @@ class PagedKVCache:
                 group.allocator.trim(sequence_id)
             self._note_changes(seq, record, -(-self.length(seq) // self.config.page_size))
 
-    def _note_changes(self, seq: int, record: _SequenceRecord, from_page: int) -> None:
-        """Tells the kept tables that entries of `seq` from `from_page` on may have changed, so that they rewrite only those."""
+    def _note_changes(self, seq: int, record: SequenceRecord, from_page: int) -> None:
+        """Tells the kept tables that entries of `seq` from `from_page` on may have changed: only those."""
         for index, group in enumerate(self.pool.groups):
             version = group.allocator.page_table_version(record.ids[index])
             before = record.versions[index]
@@ -559,48 +534,3 @@ class PagedKVCache:
                     row = sequences.index(seq)
                     if state.tables[index].row_version(row) == before:
                         state.tables[index].forget(row, from_page, version)
-
-
-def _check_pool(
-    pool: PagePool,
-    shape: tuple[int, int, int],
-    config: SparseConfig,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    layer_groups: Sequence[Sequence[int]] | None,
-) -> None:
-    expected: dict[str, tuple[Any, Any]] = {
-        "num_layers, num_kv_heads, head_dim": ((pool.num_layers, pool.num_kv_heads, pool.head_dim), shape),
-        "config.page_size": (pool.page_size, config.page_size),
-        "config.scorer": (pool.scorer, config.scorer),
-        "dtype": (pool.dtype, dtype),
-        "device": (pool.device, torch.device(device)),
-    }
-    if layer_groups is not None:
-        expected["layer_groups"] = (pool.layer_groups, tuple(tuple(group) for group in layer_groups))
-    for name, (have, got) in expected.items():
-        if have != got:
-            raise ValueError(f"{name}: expected {have}, what the shared pool was made for, got {got}")
-
-
-def _unpin(held: list[list[int]], pool: PagePool) -> None:
-    for group, page_ids in zip(pool.groups, held, strict=True):
-        for page_id in page_ids:
-            group.allocator.unpin(page_id)
-
-
-def _unpin_record(record: _SequenceRecord, pool: PagePool) -> None:
-    while record.pins:
-        _unpin(record.pins.pop(), pool)
-
-
-def _free_record(record: _SequenceRecord, pool: PagePool) -> None:
-    _unpin_record(record, pool)
-    for group, sequence_id in zip(pool.groups, record.ids, strict=True):
-        group.allocator.free_sequence(sequence_id)
-
-
-def _give_back(records: dict[int, _SequenceRecord], pool: PagePool, cache_id: int) -> None:
-    pool.forget_cache(cache_id)
-    while records:
-        _free_record(records.popitem()[1], pool)

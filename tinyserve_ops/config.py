@@ -1,7 +1,7 @@
 """SparseConfig: every choice of the sparse path in one frozen, JSON-serialisable value.
 
-Validated once, at construction, so that nothing behind it checks again. A config never changes; caches, handles and exported
-files may share and compare it.
+Validated once, at construction, so that nothing behind it checks again. A config never changes; caches,
+handles and exported files may share and compare it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ __all__ = ["KV_DTYPES", "SparseConfig"]
 KV_DTYPES = ("float32", "float16", "bfloat16")
 DEFAULT_TOKEN_BUDGET = 2048
 
-# A ratio typed as a decimal means that decimal: ceil(0.07 * 100) is 7, while binary floating point says 8. The denominator
-# bound turns 0.333...3 into 1/3 and keeps numerator * pages far below 2**63, so the same rule can run on int64 tensors.
+# A ratio typed as a decimal means that decimal: ceil(0.07 * 100) is 7, while binary floating point says 8.
+# The denominator bound turns 0.333...3 into 1/3 and keeps numerator * pages far below 2**63, so the same rule
+# can run on int64 tensors.
 _MAX_RATIO_DENOMINATOR = 1_000_000
 
 
@@ -33,9 +34,12 @@ class SparseConfig:
 
     Args:
         page_size: tokens of a page, 1 to 64.
-        token_budget: tokens attended per query and kv head, forced pages included; `token_budget // page_size` pages.
-        keep_ratio: fraction of the sequence's pages that is KEPT, in (0, 1]; rounded up, at least the forced pages.
-        scorer: how pages are ranked: "bounds" (int8 box), "bounds_full" (box in the KV type), "mean", "mean_std", "bounds_mean".
+        token_budget: tokens attended per query and kv head, forced pages included; `token_budget //
+            page_size` pages.
+        keep_ratio: fraction of the sequence's pages that is KEPT, in (0, 1]; rounded up, at least the forced
+            pages.
+        scorer: how pages are ranked: "bounds" (int8 box), "bounds_full" (box in the KV type), "mean",
+            "mean_std", "bounds_mean".
         group_reduction: how the query heads of one kv head share a page list: "mean" or "max".
         num_sink_pages: first pages, always attended.
         num_recent_pages: last pages, always attended; the open page counts, so at least 1.
@@ -86,7 +90,9 @@ class SparseConfig:
             if isinstance(self.keep_ratio, bool) or not isinstance(self.keep_ratio, (int, float)):
                 raise TypeError(f"keep_ratio: expected a float, got {self.keep_ratio!r}")
             if not (math.isfinite(self.keep_ratio) and 0.0 < self.keep_ratio <= 1.0):
-                raise ValueError(f"keep_ratio: expected a fraction kept, above 0 and up to 1, got {self.keep_ratio!r}")
+                raise ValueError(
+                    f"keep_ratio: expected a fraction kept, above 0 and up to 1, got {self.keep_ratio!r}"
+                )
             ratio = Fraction(str(float(self.keep_ratio))).limit_denominator(_MAX_RATIO_DENOMINATOR)
             object.__setattr__(self, "_ratio", ratio)
             return
@@ -98,8 +104,8 @@ class SparseConfig:
         if self.token_budget // self.page_size < self.forced_pages:
             raise ValueError(
                 f"token_budget: expected at least {self.forced_pages * self.page_size}, the forced pages "
-                f"(num_sink_pages {self.num_sink_pages} + num_recent_pages {self.num_recent_pages}) of {self.page_size} tokens, "
-                f"got {self.token_budget}"
+                f"(num_sink_pages {self.num_sink_pages} + num_recent_pages {self.num_recent_pages}) of "
+                f"{self.page_size} tokens, got {self.token_budget}"
             )
 
     @property

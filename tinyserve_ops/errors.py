@@ -1,6 +1,7 @@
 """Exceptions of the library that callers are expected to catch by type.
 
-Everything else is a plain `ValueError` (wrong value), `TypeError` (wrong type) or `RuntimeError` (wrong order of calls).
+Everything else is a plain `ValueError` (wrong value), `TypeError` (wrong type) or `RuntimeError` (wrong order
+of calls).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ class OutOfPagesError(RuntimeError):
         num_pages_total: capacity of the pool, in pages.
     """
 
-    def __init__(self, message: str, *, num_pages_needed: int = 0, num_pages_free: int = 0, num_pages_total: int = 0):
+    def __init__(
+        self, message: str, *, num_pages_needed: int = 0, num_pages_free: int = 0, num_pages_total: int = 0
+    ):
         super().__init__(message)
         self.num_pages_needed = num_pages_needed
         self.num_pages_free = num_pages_free

@@ -1,8 +1,9 @@
 """`ForwardBatch`: one forward of the model over a ragged batch, from `PagedKVCache.begin` to `commit`.
 
-The only place that decides which op serves a row: rows with one new token go to `sparse_decode`, or to `attend_pages` in
-dense layers; rows with several go to `prefill_attention`. The plan (which rows, which slices) is made once per forward. Until
-`commit` the cache's lengths are those from before, so a forward that fails half-way leaves nothing to undo.
+The only place that decides which op serves a row: rows with one new token go to `sparse_decode`, or to
+`attend_pages` in dense layers; rows with several go to `prefill_attention`. The plan (which rows, which
+slices) is made once per forward. Until `commit` the cache's lengths are those from before, so a forward that
+fails half-way leaves nothing to undo.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 
 from tinyserve_ops import ops
 from tinyserve_ops.config import SparseConfig
-from tinyserve_ops.pools import LayerPool
+from tinyserve_ops.layer_pool import LayerPool
 
 if TYPE_CHECKING:
-    from tinyserve_ops.batch_tables import BatchTables
-    from tinyserve_ops.cache import BatchState, PagedKVCache
+    from tinyserve_ops.batch_tables import BatchState, BatchTables
+    from tinyserve_ops.cache import PagedKVCache
 
 __all__ = ["ForwardBatch", "attend_decode"]
 
@@ -89,7 +90,8 @@ def attend_decode(
 class _Part:
     """Rows of one kind within a forward, and where their tokens lie.
 
-    `tokens` is None for the whole batch, a slice where the rows are neighbours (no copy of q), else an index tensor.
+    `tokens` is None for the whole batch, a slice where the rows are neighbours (no copy of q), else an index
+    tensor.
     """
 
     def __init__(self, batch: ForwardBatch, rows: list[int], whole: bool) -> None:
@@ -100,10 +102,12 @@ class _Part:
         self.sequences = tuple(batch.sequences[row] for row in busy_rows)
         self._rows = rows
         self._busy_rows = busy_rows
-        self.tokens: None | slice | torch.Tensor = None
-        self._row_index: None | slice | torch.Tensor = None
+        self.tokens: slice | torch.Tensor | None = None
+        self._row_index: slice | torch.Tensor | None = None
         self.cu_query_lens = batch.cu_query_lens
-        self._groups: dict[int, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[int, ...]]] = {}
+        self._groups: dict[
+            int, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[int, ...]]
+        ] = {}
         if whole:
             return
         device = batch.cu_query_lens.device
@@ -120,7 +124,7 @@ class _Part:
     def of_group(
         self, group: int, tables: BatchTables
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[int, ...]]:
-        """`seq_lens, page_table, page_budget, max_page_budget` of these rows in a layer group, and their host lengths."""
+        """`seq_lens, page_table, page_budget, max_page_budget` of these rows in a group, and host lengths."""
         found = self._groups.get(group)
         if found is None:
             index = self._row_index
@@ -178,7 +182,9 @@ class ForwardBatch:
         parts = []
         for rows, is_decode in ((decode_rows, True), (prefill_rows, False)):
             if rows:
-                parts.append((_Part(self, list(range(len(self.num_new))) if whole else rows, whole), is_decode))
+                parts.append(
+                    (_Part(self, list(range(len(self.num_new))) if whole else rows, whole), is_decode)
+                )
         return parts
 
     @property
@@ -200,14 +206,14 @@ class ForwardBatch:
         return self._state.tables[group].page_table
 
     def positions(self) -> torch.Tensor:
-        """Position of each packed token for position embeddings, int64 [num_tokens]: `next_position` of its sequence on."""
+        """Position of each packed token, int64 [num_tokens]: from `next_position` of its sequence on."""
         cache = self._open_cache()
         starts = [cache.next_position(seq) for seq in self.sequences]
         values = [p for start, n in zip(starts, self.num_new, strict=True) for p in range(start, start + n)]
         return torch.tensor(values, dtype=torch.int64, device=cache.device)
 
     def last_token_indices(self) -> torch.Tensor:
-        """Packed index of the last new token of each row that has any, int64: where the next logits are read."""
+        """Packed index of the last new token of each row that has any, int64: where logits are read."""
         ends = [self.host_cu_query_lens[row + 1] - 1 for row, n in enumerate(self.num_new) if n]
         return torch.tensor(ends, dtype=torch.int64, device=self.cu_query_lens.device)
 
@@ -243,7 +249,8 @@ class ForwardBatch:
         num_tokens = self.num_tokens
         if not (q.size(0) == k.size(0) == v.size(0) == num_tokens):
             raise ValueError(
-                f"q, k, v: expected {num_tokens} packed tokens, got shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+                f"q, k, v: expected {num_tokens} packed tokens, got shapes {tuple(q.shape)}, "
+                f"{tuple(k.shape)}, {tuple(v.shape)}"
             )
         if not 0 <= layer_idx < len(self._attended):
             raise ValueError(f"layer_idx: expected 0 to {len(self._attended) - 1}, got {layer_idx}")
@@ -305,10 +312,12 @@ class ForwardBatch:
         return torch.empty_like(q) if out is None else out
 
     def commit(self, *, allow_missing_layers: bool = False) -> None:
-        """Advances length and next position of every row by its new tokens. Called once, after the last layer.
+        """Advances length and next position of every row by its new tokens. Called once, after the last
+        layer.
 
         Args:
-            allow_missing_layers: accept layers that did not attend (a model left early); their new tokens are garbage.
+            allow_missing_layers: accept layers that did not attend (a model left early); their new tokens are
+                garbage.
 
         Raises:
             RuntimeError: the forward is not open, or a layer is missing.
@@ -323,7 +332,7 @@ class ForwardBatch:
         cache.finish_forward(self, committed=True)
 
     def abandon(self) -> None:
-        """Closes the forward without advancing anything; pages it had reserved are given back. No-op when closed."""
+        """Closes the forward and gives its pages back; nothing advances. No-op when closed."""
         cache = self._cache
         if cache is not None:
             self._cache = None

@@ -1,4 +1,4 @@
-"""What the KV of a model costs, computed from its shape: nothing is allocated, nothing is imported beside torch."""
+"""What the KV of a model costs, computed from its shape: nothing is allocated."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         return (
-            f"{self.batch} x {self.length} tokens: {_readable(self.total_bytes)} (KV {_readable(self.kv_bytes)}, summaries "
-            f"{_readable(self.summary_bytes)}, page tables {_readable(self.page_table_bytes)}); full attention "
-            f"{_readable(self.full_attention_bytes)}. A decode step reads {_readable(self.read_bytes_per_step)} "
-            f"instead of {_readable(self.full_read_bytes_per_step)}"
+            f"{self.batch} x {self.length} tokens: {_readable(self.total_bytes)} "
+            f"(KV {_readable(self.kv_bytes)}, "
+            f"summaries {_readable(self.summary_bytes)}, page tables {_readable(self.page_table_bytes)}); "
+            f"full attention {_readable(self.full_attention_bytes)}. A decode step reads "
+            f"{_readable(self.read_bytes_per_step)} instead of {_readable(self.full_read_bytes_per_step)}"
         )
 
 
@@ -87,7 +88,9 @@ def estimate_memory(
     num_layers = _number(text_config, "num_hidden_layers", "n_layer")
     num_heads = _number(text_config, "num_attention_heads", "n_head")
     num_kv_heads = _optional(text_config, "num_key_value_heads") or num_heads
-    head_dim = _optional(text_config, "head_dim") or _number(text_config, "hidden_size", "n_embd") // num_heads
+    head_dim = (
+        _optional(text_config, "head_dim") or _number(text_config, "hidden_size", "n_embd") // num_heads
+    )
     model_dtype = _dtype(dtype, model_or_config, text_config)
     kv_dtype = model_dtype if sparse.kv_dtype is None else _as_dtype("kv_dtype", sparse.kv_dtype)
 
@@ -138,7 +141,9 @@ def _number(config: Any, *names: str) -> int:
         value = _optional(config, name)
         if value is not None:
             return value
-    raise ValueError(f"model_or_config: expected one of the attributes {names}, got {type(config).__name__} without them")
+    raise ValueError(
+        f"model_or_config: expected one of the attributes {names}, got {type(config).__name__} without them"
+    )
 
 
 def _dtype(given: torch.dtype | str | None, model: Any, config: Any) -> torch.dtype:

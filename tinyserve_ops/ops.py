@@ -22,7 +22,6 @@ No op has a gradient: an input that requires grad raises while grad mode is on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,7 +65,6 @@ def append_kv(
 
     Mutates k_pages, v_pages, page_summary.
     """
-    _check_no_grad(k=k, v=v)
     _run(
         _OPS.append_kv.default, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales,
         page_summary, scorer,
@@ -101,7 +99,6 @@ def score_pages(
         page_scores fp32 [num_tokens, num_kv_heads, max_pages]: -inf for pages a row does not see, +inf for a last page
         that is not full yet.
     """
-    _check_no_grad(q=q)
     result: Tensor = _run(
         _OPS.score_pages.default, q, cu_query_lens, seq_lens, page_table, page_summary, page_size, scorer,
         group_reduction, sm_scale, window,
@@ -124,7 +121,7 @@ def select_pages(
 
     Args:
         page_budget: int32 [batch], pages per row and kv head, forced ones included.
-        max_page_budget: width of the result, at least the largest page_budget that can take effect.
+        max_page_budget: width of the result, at least the largest page_budget.
 
     Returns:
         selected_pages int32 [num_tokens, num_kv_heads, max_page_budget], logical pages ascending, -1 padded, and
@@ -160,7 +157,6 @@ def attend_pages(
         [num_tokens, num_heads, list width], the log-sum-exp of each listed page, -inf padded; shape [0] unless asked
         for.
     """
-    _check_no_grad(q=q)
     result: tuple[Tensor, Tensor, Tensor] = _run(
         _OPS.attend_pages.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales,
         selected_pages, num_selected, sm_scale, window, softcap, return_page_lse,
@@ -195,7 +191,6 @@ def sparse_decode(
     Returns:
         out, lse, selected_pages, num_selected.
     """
-    _check_no_grad(q=q)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _run(
         _OPS.sparse_decode.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales,
         page_summary, page_budget, max_page_budget, scorer, group_reduction, sm_scale, num_sink_pages,
@@ -214,7 +209,6 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         out [num_tokens, num_heads, D] and lse fp32 [num_tokens, num_heads].
     """
-    _check_no_grad(outs=outs, lses=lses)
     result: tuple[Tensor, Tensor] = _run(_OPS.merge_states.default, outs, lses)
     return result
 
@@ -241,7 +235,6 @@ def prefill_attention(
     Returns:
         out [num_tokens, num_heads, D] of q's dtype and lse fp32 [num_tokens, num_heads].
     """
-    _check_no_grad(q=q, k=k, v=v)
     result: tuple[Tensor, Tensor] = _run(
         _OPS.prefill_attention.default, q, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
         v_scales, sm_scale, window, softcap,
@@ -260,7 +253,7 @@ def copy_pages(
 ) -> None:
     """Copies pages src_page_ids[i] to dst_page_ids[i] (int32 [n]), summaries included: copy-on-write.
 
-    Sources are read before any destination is written. Mutates all parts.
+    A destination must be neither a source nor named twice. Mutates all parts.
     """
     _run(
         _OPS.copy_pages.default, src_page_ids, dst_page_ids, k_pages, v_pages, k_scales, v_scales, page_summary
@@ -299,7 +292,6 @@ def scatter_pages(
     page_summary: Tensor | None,
 ) -> None:
     """Writes what `gather_pages` returned into the pages `page_ids`. Mutates the parts that are given."""
-    _check_no_grad(k=k, v=v)
     _run(
         _OPS.scatter_pages.default, page_ids, k, v, k_scales_in, v_scales_in, summary_in, k_pages, v_pages, k_scales,
         v_scales, page_summary,
@@ -309,7 +301,8 @@ def scatter_pages(
 _OPS = torch.ops.tinyserve
 
 
-def _run(op: Callable[..., Any], *args: object) -> Any:
+def _run(op: Any, *args: object) -> Any:
+    _check_tensors(op, args)
     try:
         return op(*args)
     except RuntimeError as error:
@@ -321,11 +314,19 @@ def _run(op: Callable[..., Any], *args: object) -> Any:
         raise (TypeError if "expected dtype" in message else ValueError)(message) from None
 
 
-def _check_no_grad(**tensors: Tensor) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+def _check_tensors(op: Any, args: tuple[object, ...]) -> None:
+    """What the dispatcher would hide: a gradient that vanishes, and tensors of several devices."""
+    grad_enabled = torch.is_grad_enabled()
+    device = None
+    for index, arg in enumerate(args):
+        if not isinstance(arg, Tensor):
+            continue
+        device = device or arg.device
+        if arg.device != device:
+            name = op._schema.arguments[index].name
+            raise ValueError(f"{name}: expected a tensor on {device} like the first argument, got {arg.device}")
+        if grad_enabled and arg.requires_grad:
+            name = op._schema.arguments[index].name
             raise ValueError(
                 f"{name}: expected a tensor that does not require grad (this op has no gradient), got one that does; "
                 "run it under torch.no_grad() or pass a detached tensor"

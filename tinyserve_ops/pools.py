@@ -1,108 +1,33 @@
-"""Storage of KV pages: one `LayerPool` of tensors per layer, and the `PagePool` that pairs them with page allocators.
+"""Storage of KV pages: one `LayerPool` of tensors per layer, and the `PagePool` that pairs them with page
+allocators.
 
-Invariant: every layer of a group has room for at least `allocator.num_pages` pages, and all pages ever handed out lie below
-the group's high-water mark, so growing copies those and leaves untouched memory untouched. A pool never shrinks.
+Invariant: every layer of a group has room for at least `allocator.num_pages` pages, and all pages ever handed
+out lie below the group's high-water mark, so growing copies those and leaves untouched memory untouched. A
+pool never shrinks.
 """
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 from collections.abc import Sequence
 
 import torch
 
-from tinyserve_ops import ops, scorers
+from tinyserve_ops import ops
 from tinyserve_ops._runtime import PageAllocator
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
+from tinyserve_ops.layer_pool import LayerPool
 
 __all__ = ["LayerPool", "PageGroup", "PagePool"]
 
-_HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14
-
-
-class LayerPool:
-    """K, V and summaries of one layer, by page id.
-
-    Attributes:
-        k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim]. On the CPU K is stored channel-major (the token
-            stride is 1), which turns q.K of a page into whole vectors of tokens; V and everything on CUDA is token-major.
-        k_scales, v_scales: None, or fp32 [num_pages, num_kv_heads, page_size] beside integer pages.
-        page_summary: uint8 [num_pages, num_kv_heads, summary_bytes].
-        scorer: the scorer under the name the ops know it by.
-    """
-
-    def __init__(
-        self,
-        num_pages: int,
-        num_kv_heads: int,
-        page_size: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        scorer: str,
-        channel_major: bool,
-    ) -> None:
-        self.num_kv_heads = num_kv_heads
-        self.page_size = page_size
-        self.head_dim = head_dim
-        self.dtype = dtype
-        self.device = device
-        self.channel_major = channel_major
-        self.scorer = scorers.resolve(scorer, dtype)
-        self.summary_bytes = scorers.summary_bytes(scorer, head_dim, dtype)
-        self.k_scales: torch.Tensor | None = None
-        self.v_scales: torch.Tensor | None = None
-        self.k_pages, self.v_pages, self.page_summary = self._allocate(num_pages)
-
-    @property
-    def num_pages(self) -> int:
-        return self.v_pages.size(0)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token and one kv head."""
-        return 2 * self.head_dim * self.v_pages.element_size()
-
-    @property
-    def bytes_per_page(self) -> int:
-        """K, V and summary of one page, all heads."""
-        return self.num_kv_heads * (self.page_size * self.kv_bytes_per_token + self.summary_bytes)
-
-    def grow(self, num_pages: int, num_live: int) -> None:
-        """Reallocates for `num_pages` pages and copies the first `num_live` ones."""
-        old = (self.k_pages, self.v_pages, self.page_summary)
-        new = self._allocate(num_pages)
-        for source, target in zip(old, new, strict=True):
-            target[:num_live].copy_(source[:num_live])
-        self.k_pages, self.v_pages, self.page_summary = new
-
-    def _allocate(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Uninitialised on purpose: pages cost physical memory only once they are written. Outside inference mode, or a cache
-        # made under it could never be written from normal mode.
-        shape = (num_pages, self.num_kv_heads, self.page_size, self.head_dim)
-        with torch.inference_mode(False), torch.no_grad():
-            if self.channel_major:
-                k_storage = torch.empty(shape[0], shape[1], shape[3], shape[2], dtype=self.dtype, device=self.device)
-            else:
-                k_storage = torch.empty(shape, dtype=self.dtype, device=self.device)
-            v_pages = torch.empty(shape, dtype=self.dtype, device=self.device)
-            summary_shape = (num_pages, self.num_kv_heads, self.summary_bytes)
-            page_summary = torch.empty(summary_shape, dtype=torch.uint8, device=self.device)
-            for tensor in (k_storage, v_pages, page_summary):
-                _ask_for_huge_pages(tensor)
-            k_pages = k_storage.transpose(2, 3) if self.channel_major else k_storage
-        return k_pages, v_pages, page_summary
-
 
 class PageGroup:
-    """The layers that share page tables: their allocator and their tensors. Belongs to one `PagePool`, which holds the lock."""
+    """The layers that share page tables: their allocator and their tensors, under the pool's lock."""
 
-    def __init__(self, pool: PagePool, layer_ids: tuple[int, ...], layers: list[LayerPool], num_pages: int) -> None:
+    def __init__(
+        self, pool: PagePool, layer_ids: tuple[int, ...], layers: list[LayerPool], num_pages: int
+    ) -> None:
         self.pool = pool
         self.layer_ids = layer_ids
         self.layers = layers
@@ -117,7 +42,8 @@ class PageGroup:
     def reserve(self, sequence_ids: list[int], num_new: list[int]) -> list[tuple[int, int]]:
         """Makes room for `num_new` more tokens of each sequence; grows the pool where it may.
 
-        Pages about to be written become exclusive: their copies are made here, in every layer, before anyone writes.
+        Pages about to be written become exclusive: their copies are made here, in every layer, before anyone
+            writes.
 
         Returns:
             The page copies made, (source, target) ids.
@@ -150,11 +76,17 @@ class PageGroup:
         with torch.no_grad():
             for pool in self.layers:
                 ops.copy_pages(
-                    sources, targets, pool.k_pages, pool.v_pages, pool.k_scales, pool.v_scales, pool.page_summary
+                    sources,
+                    targets,
+                    pool.k_pages,
+                    pool.v_pages,
+                    pool.k_scales,
+                    pool.v_scales,
+                    pool.page_summary,
                 )
 
     def _make_room(self, sequence_ids: list[int], num_new: list[int]) -> None:
-        """Grows by doubling until the new pages fit. The copies that sharing may cost are not counted; the caller retries."""
+        """Grows by doubling until the new pages fit; copies that sharing may cost are not counted."""
         allocator = self.allocator
         page_size = allocator.page_size
         needed = 0
@@ -205,9 +137,9 @@ class PagePool:
         device: where they live.
         max_tokens: capacity at the start, summed over sequences; rounded up to pages.
         layer_groups: layers that share page tables; default one group of all layers.
-        growable: whether it may grow past `max_tokens`, by doubling, up to `config.max_kv_bytes`. Default: only on the CPU. A
-            pool that several threads use should not grow: it replaces its tensors, and is refused while another thread has a
-            forward open.
+        growable: whether it may grow past `max_tokens`, by doubling, up to `config.max_kv_bytes`. Default:
+            only on the CPU. A pool that several threads use should not grow: it replaces its tensors, and is
+            refused while another thread has a forward open.
         channel_major: layout of K; default on the CPU. The ops take both.
 
     Raises:
@@ -243,7 +175,9 @@ class PagePool:
         self.layer_groups = _check_groups(layer_groups, num_layers)
         self.growable = self.device.type == "cpu" if growable is None else growable
         self.num_growths = 0
-        self.reservations: dict[int, int] = {}  # cache -> its reservations: compiled steps that hold the tensors themselves
+        self.reservations: dict[
+            int, int
+        ] = {}  # cache -> its reservations: compiled steps that hold the tensors themselves
         self.lock = threading.RLock()
         self._open_forwards: dict[int, int] = {}  # cache -> thread with a forward in progress
         on_cpu = self.device.type == "cpu"
@@ -265,19 +199,22 @@ class PagePool:
             bytes_per_page = make_layer(0).bytes_per_page * num_layers
             if self.max_kv_bytes < bytes_per_page:
                 raise ValueError(
-                    f"max_kv_bytes: expected at least {bytes_per_page}, one page of {num_layers} layers, got {self.max_kv_bytes}"
+                    f"max_kv_bytes: expected at least {bytes_per_page}, one page of {num_layers} layers, "
+                    f"got {self.max_kv_bytes}"
                 )
             num_pages = min(num_pages, self.max_kv_bytes // bytes_per_page)
         self.layers = [make_layer(num_pages) for _ in range(num_layers)]
         self.groups = [
-            PageGroup(self, layer_ids, [self.layers[i] for i in layer_ids], num_pages) for layer_ids in self.layer_groups
+            PageGroup(self, layer_ids, [self.layers[i] for i in layer_ids], num_pages)
+            for layer_ids in self.layer_groups
         ]
 
     @property
     def bytes_held(self) -> int:
         """Bytes of the pages that hold tokens of live sequences or cached prefixes."""
         return sum(
-            (group.allocator.num_used + group.allocator.num_cached) * group.bytes_per_page for group in self.groups
+            (group.allocator.num_used + group.allocator.num_cached) * group.bytes_per_page
+            for group in self.groups
         )
 
     @property
@@ -312,6 +249,34 @@ class PagePool:
         self._open_forwards.pop(cache_id, None)
         self.reservations.pop(cache_id, None)
 
+    def check_matches(
+        self,
+        shape: tuple[int, int, int],
+        config: SparseConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        layer_groups: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Raises ValueError, by name, where a cache that wants to share this pool differs from it.
+
+        `shape` is num_layers, num_kv_heads, head_dim.
+        """
+        expected: dict[str, tuple[object, object]] = {
+            "num_layers, num_kv_heads, head_dim": (
+                (self.num_layers, self.num_kv_heads, self.head_dim),
+                shape,
+            ),
+            "config.page_size": (self.page_size, config.page_size),
+            "config.scorer": (self.scorer, config.scorer),
+            "dtype": (self.dtype, dtype),
+            "device": (self.device, torch.device(device)),
+        }
+        if layer_groups is not None:
+            expected["layer_groups"] = (self.layer_groups, tuple(tuple(group) for group in layer_groups))
+        for name, (have, got) in expected.items():
+            if have != got:
+                raise ValueError(f"{name}: expected {have}, what the shared pool was made for, got {got}")
+
     def check(self) -> None:
         """Raises RuntimeError naming the first broken invariant of the page accounting."""
         for index, group in enumerate(self.groups):
@@ -326,7 +291,8 @@ class PagePool:
             for layer_id, layer in zip(group.layer_ids, group.layers, strict=True):
                 if layer.num_pages < allocator.num_pages:
                     raise RuntimeError(
-                        f"layer {layer_id}: expected {allocator.num_pages} pages of storage, got {layer.num_pages}"
+                        f"layer {layer_id}: expected storage for {allocator.num_pages} pages, "
+                        f"got {layer.num_pages}"
                     )
 
 
@@ -338,24 +304,14 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def _check_groups(layer_groups: Sequence[Sequence[int]] | None, num_layers: int) -> tuple[tuple[int, ...], ...]:
+def _check_groups(
+    layer_groups: Sequence[Sequence[int]] | None, num_layers: int
+) -> tuple[tuple[int, ...], ...]:
     if layer_groups is None:
         return (tuple(range(num_layers)),)
     groups = tuple(tuple(group) for group in layer_groups)
     if sorted(layer for group in groups for layer in group) != list(range(num_layers)) or not all(groups):
-        raise ValueError(f"layer_groups: expected each of {num_layers} layers in exactly one group, got {groups}")
+        raise ValueError(
+            f"layer_groups: expected each of {num_layers} layers in exactly one group, got {groups}"
+        )
     return groups
-
-
-def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Asks Linux for 2 MiB memory pages under a large CPU tensor: scattered reads then miss the TLB less. Best effort."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    if tensor.device.type != "cpu" or num_bytes < 2 * _HUGE_PAGE_BYTES or not sys.platform.startswith("linux"):
-        return
-    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    length = (tensor.data_ptr() + num_bytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_MADV_HUGEPAGE))
-    except (OSError, AttributeError):
-        return

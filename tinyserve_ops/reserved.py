@@ -1,8 +1,10 @@
-"""`ReservedBatch`: decode steps that consist of torch ops only, for `torch.compile(fullgraph=True)` and CUDA graphs.
+"""`ReservedBatch`: decode steps that consist of torch ops only, for `torch.compile(fullgraph=True)` and CUDA
+graphs.
 
-Pages, page tables and every tensor a step touches exist before the first step and keep their addresses; the step itself
-advances lengths, positions and budgets. The host learns the lengths only at `sync`. Invariant: what the tensors say after an
-`advance` is what the pages hold, so a step that fails before it has not happened.
+Pages, page tables and every tensor a step touches exist before the first step and keep their addresses; the
+step itself advances lengths, positions and budgets. The host learns the lengths only at `sync`. Invariant:
+what the tensors say after an `advance` is what the pages hold, so a step that fails before it has not
+happened.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ __all__ = ["ReservedBatch"]
 class ReservedBatch:
     """One new token for each of `sequences` and step. Made by `PagedKVCache.reserve`; also a context manager.
 
-    A compiled function calls `attend` for every layer and then `advance`; around it the eager caller calls `check_room`
-    before each step, and `sync` or `release` when it wants the cache's own lengths to follow.
+    A compiled function calls `attend` for every layer and then `advance`; around it the eager caller calls
+    `check_room` before each step, and `sync` or `release` when it wants the cache's own lengths to follow.
 
     Attributes:
         sequences: handle of each row.
@@ -61,9 +63,12 @@ class ReservedBatch:
             self.seq_lens = tables[0].seq_lens.clone()
             starts = [cache.next_position(seq) for seq in sequences]
             self.next_positions = torch.tensor(starts, dtype=torch.int64, device=cache.device)
-            self.page_budget = torch.full((batch,), self._max_page_budget, dtype=torch.int32, device=cache.device)
+            self.page_budget = torch.full(
+                (batch,), self._max_page_budget, dtype=torch.int32, device=cache.device
+            )
             self._update_budget()
-            # Pages read so far, per layer: one tensor each, because a tensor mutated twice in a graph is copied.
+            # Pages read so far, per layer: one tensor each, because a tensor mutated twice in a graph is
+            # copied.
             self._pages_read = [torch.zeros((), dtype=torch.int64, device=cache.device) for _ in self._layers]
         static = [self.cu_query_lens, self.seq_lens, self.next_positions, self.page_budget, *self._pages_read]
         for pool in self._layers:
@@ -82,8 +87,8 @@ class ReservedBatch:
         longest = max(self._start_lengths) + self._steps_taken
         if longest + num_steps > self.max_tokens:
             raise OutOfPagesError(
-                f"reserved decoding: expected room for {num_steps} more tokens, got {self.max_tokens - longest} of the "
-                f"{self.max_tokens} reserved (max_tokens)"
+                f"reserved decoding: expected room for {num_steps} more tokens, got "
+                f"{self.max_tokens - longest} of the {self.max_tokens} reserved (max_tokens)"
             )
         self._steps_taken += num_steps
 
@@ -97,7 +102,7 @@ class ReservedBatch:
         window: int = -1,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Appends one token per row to a layer and attends; traceable. Arguments as for `ForwardBatch.attend`."""
+        """Appends one token per row and attends; traceable. Arguments as for `ForwardBatch.attend`."""
         pool = self._layers[layer_idx]
         page_table = self._page_tables[layer_idx]
         ops.append_kv(
@@ -130,7 +135,8 @@ class ReservedBatch:
         self._update_budget()
 
     def sync(self) -> None:
-        """Tells the cache the lengths that the steps have reached: one read from the device. The reservation goes on.
+        """Tells the cache the lengths that the steps have reached: one read from the device. The reservation
+        goes on.
 
         Raises:
             RuntimeError: the reservation was released, or steps were run without room.
@@ -138,7 +144,9 @@ class ReservedBatch:
         self._check_live("sync")
         lengths: list[int] = self.seq_lens.tolist()
         if max(lengths) > self.max_tokens:
-            raise RuntimeError(f"sync: expected at most {self.max_tokens} tokens in a sequence, got lengths {lengths}")
+            raise RuntimeError(
+                f"sync: expected at most {self.max_tokens} tokens in a sequence, got lengths {lengths}"
+            )
         new_counts = [length - start for length, start in zip(lengths, self._start_lengths, strict=True)]
         for seq, num_new in zip(self.sequences, new_counts, strict=True):
             self._cache.advance(seq, num_new)
@@ -147,7 +155,7 @@ class ReservedBatch:
         self._steps_taken = 0
 
     def release(self) -> None:
-        """`sync`, then gives back what was reserved and not used; the sequences are ordinary again. No-op when done."""
+        """`sync`, then gives unused pages back; the sequences are ordinary again. No-op when done."""
         if self._released:
             return
         self.sync()

@@ -1,9 +1,11 @@
-"""Sequences of a cache as bytes, for disk and for another process: a JSON header, then raw little-endian tensors.
+"""Sequences of a cache as bytes, for disk and for another process: a JSON header, then raw little-endian
+tensors.
 
-Layout: 8 bytes magic, u32 version, u32 zero, u64 header size, header (JSON, UTF-8), zero padding to 64, then the tensors, each
-aligned to 64. Nothing in it is executed and no size in it is believed: shapes follow from the receiving cache, and a header
-that disagrees is refused by the field's name. Pages are stored once however many sequences share them; slots beyond a
-sequence's length are written as zeros, so nothing of other requests leaks and equal sequences give equal bytes.
+Layout: 8 bytes magic, u32 version, u32 zero, u64 header size, header (JSON, UTF-8), zero padding to 64, then
+the tensors, each aligned to 64. Nothing in it is executed and no size in it is believed: shapes follow from
+the receiving cache, and a header that disagrees is refused by the field's name. Pages are stored once however
+many sequences share them; slots beyond a sequence's length are written as zeros, so nothing of other requests
+leaks and equal sequences give equal bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tinyserve_ops import ops
 
 if TYPE_CHECKING:
     from tinyserve_ops.cache import PagedKVCache
-    from tinyserve_ops.pools import LayerPool
+    from tinyserve_ops.layer_pool import LayerPool
 
 __all__ = ["VERSION", "export_sequences", "import_sequences"]
 
@@ -33,7 +35,8 @@ _PREFIX = struct.Struct("<8sIIQ")
 
 
 def export_sequences(cache: PagedKVCache, seqs: Sequence[int]) -> bytes:
-    """The committed tokens of `seqs`: pages, summaries, lengths, next positions. An open forward is not part of it.
+    """The committed tokens of `seqs`: pages, summaries, lengths, next positions. An open forward is not part
+    of it.
 
     Args:
         cache: left unchanged.
@@ -61,8 +64,8 @@ def export_sequences(cache: PagedKVCache, seqs: Sequence[int]) -> bytes:
     for layer_idx in range(cache.num_layers):
         group = cache.group_of_layer[layer_idx]
         ids = torch.tensor(list(unique[group]), dtype=torch.int32, device=cache.device)
-        used = [partial[group][index] for index in range(len(unique[group]))]
-        tensors += [_to_bytes(part) for part in _gather(cache.pool.layers[layer_idx], ids, used)]
+        in_use = [partial[group][index] for index in range(len(unique[group]))]
+        tensors += [_to_bytes(part) for part in _gather(cache.pool.layers[layer_idx], ids, in_use)]
     payload = bytearray()
     for data in tensors:
         payload += data
@@ -158,14 +161,18 @@ def _check_sequences(value: Any, num_pages: list[int], page_size: int) -> list[d
         raise ValueError(f"sequences: expected a list, got {type(value).__name__}")
     for index, entry in enumerate(value):
         where = f"sequences[{index}]"
-        if not isinstance(entry, dict) or not all(_is_count(entry.get(n)) for n in ("length", "next_position")):
+        if not isinstance(entry, dict) or not all(
+            _is_count(entry.get(n)) for n in ("length", "next_position")
+        ):
             raise ValueError(f"{where}: expected length and next_position, got {entry!r}")
         pages = entry.get("pages")
         if not isinstance(pages, list) or len(pages) != len(num_pages):
             raise ValueError(f"{where}: expected pages of {len(num_pages)} layer groups, got {pages!r}")
         for group_pages, count in zip(pages, num_pages, strict=True):
             if not isinstance(group_pages, list) or len(group_pages) != -(-entry["length"] // page_size):
-                raise ValueError(f"{where}: expected the pages of {entry['length']} tokens, got {group_pages!r}")
+                raise ValueError(
+                    f"{where}: expected the pages of {entry['length']} tokens, got {group_pages!r}"
+                )
             if not all(_is_count(page) and page < count for page in group_pages):
                 raise ValueError(f"{where}: expected pages below {count}, got {group_pages!r}")
     return value
@@ -190,7 +197,9 @@ def _check_payload(header: dict[str, Any], payload: memoryview, expected: int) -
         raise ValueError(f"data: expected {expected} bytes of tensors, got {len(payload)}")
     checksum = zlib.crc32(payload)
     if header.get("payload_crc32") != checksum:
-        raise ValueError(f"payload_crc32: expected {header.get('payload_crc32')!r}, got {checksum}; the data is damaged")
+        raise ValueError(
+            f"payload_crc32: expected {header.get('payload_crc32')!r}, got {checksum}; the data is damaged"
+        )
 
 
 def _read_layers(cache: PagedKVCache, num_pages: list[int], payload: memoryview) -> list[list[torch.Tensor]]:
@@ -215,7 +224,7 @@ def _restore(
     index: int,
     layers: list[list[torch.Tensor]],
 ) -> None:
-    """Appends the handle of `entries[index]`; leading pages that an earlier entry has too are shared again."""
+    """Appends the handle of `entries[index]`; leading pages of an earlier entry are shared again."""
     entry = entries[index]
     source, shared_len = _longest_shared(entries, index, cache.config.page_size)
     handles.append(cache.fork(handles[source]) if shared_len else cache.new_sequence())
@@ -241,7 +250,7 @@ def _restore(
 
 
 def _longest_shared(entries: list[dict[str, Any]], index: int, page_size: int) -> tuple[int, int]:
-    """The earlier entry that shares most leading tokens with `entries[index]` in every layer group, and how many."""
+    """The earlier entry that shares most leading tokens with `entries[index]`, and how many."""
     entry = entries[index]
     best = (0, 0)
     for source in range(index):
@@ -281,7 +290,9 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _gather(pool: LayerPool, page_ids: torch.Tensor, used: list[int]) -> list[torch.Tensor]:
     with torch.no_grad():
-        k, v, _, _, summary = ops.gather_pages(page_ids, pool.k_pages, pool.v_pages, None, None, pool.page_summary)
+        k, v, _, _, summary = ops.gather_pages(
+            page_ids, pool.k_pages, pool.v_pages, None, None, pool.page_summary
+        )
         for index, tokens in enumerate(used):
             if tokens < pool.page_size:
                 k[index, :, tokens:] = 0

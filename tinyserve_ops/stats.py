@@ -1,7 +1,8 @@
 """What decoding read, counted from the page lists that the kernels returned.
 
-The hot path only appends a reference to what a step produced; sums are taken in batches, and on CUDA nothing is read back
-before somebody asks. Unit of all page and token counts: one page or token of one kv head of one layer.
+The hot path only appends a reference to what a step produced; sums are taken in batches, and on CUDA nothing
+is read back before somebody asks. Unit of all page and token counts: one page or token of one kv head of one
+layer.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 
-from tinyserve_ops.pools import LayerPool
+from tinyserve_ops.layer_pool import LayerPool
 
 __all__ = ["CacheStats", "SelectionStep", "StatsRecorder"]
 
-# Steps kept before they are summed: enough to make the sums cheap per step, few enough that the tensors kept stay small.
+# Steps kept before they are summed: enough to make the sums cheap per step, few enough that the tensors kept
+# stay small.
 _MAX_PENDING = 256
 
 
@@ -24,9 +26,11 @@ class CacheStats:
     """Counters of one cache since its creation, `reset()` or `reset_stats()`.
 
     Attributes:
-        sparse_steps: single-token attention calls that went through page selection, one per layer and sequence.
+        sparse_steps: single-token attention calls that went through page selection, one per layer and
+            sequence.
         dense_steps: single-token attention calls over all pages, one per layer and sequence.
-        prefill_tokens: tokens appended by forwards of several tokens per sequence, counted once, not per layer.
+        prefill_tokens: tokens appended by forwards of several tokens per sequence, counted once, not per
+            layer.
         pages_visible: pages that the sparse steps could have read.
         pages_scanned: page summaries that the sparse steps ranked.
         pages_read: pages that the sparse steps attended to.
@@ -36,8 +40,8 @@ class CacheStats:
         kv_bytes_held: bytes of the pages in use now, over the whole pool (K, V, summaries).
         kv_bytes_reserved: bytes of the pool in virtual memory.
         pool_growths: times a layer group was reallocated to hold more pages.
-        reuse_rate: fraction of the pages read in the last sparse step that the step before had read, mean over layers; None
-            before two steps of the same sequences.
+        reuse_rate: fraction of the pages read in the last sparse step that the step before had read, mean
+            over layers; None before two steps of the same sequences.
         selection_engaged: a sparse step left at least one visible page out.
     """
 
@@ -99,7 +103,9 @@ class StatsRecorder:
         self.sparse_steps = self.dense_steps = self.prefill_tokens = 0
         self._counts = dict.fromkeys(("visible", "scanned", "tokens", "kv_bytes", "summary_bytes"), 0)
         # (pool, lengths, window, selected_pages or None, num_selected or None): None, None is a dense step.
-        self._pending: list[tuple[LayerPool, tuple[int, ...], int, torch.Tensor | None, torch.Tensor | None]] = []
+        self._pending: list[
+            tuple[LayerPool, tuple[int, ...], int, torch.Tensor | None, torch.Tensor | None]
+        ] = []
         self._sums: list[tuple[LayerPool, torch.Tensor, torch.Tensor | None]] = []
         self._pages_read = 0
         self._last: list[Any] = [None] * self._num_layers
@@ -117,7 +123,7 @@ class StatsRecorder:
         selected_pages: torch.Tensor,
         num_selected: torch.Tensor,
     ) -> None:
-        """One sparse call: `selected_pages` [rows, kv heads, budget] and `num_selected` [rows, kv heads] as returned."""
+        """One sparse call: `selected_pages` [rows, heads, budget], `num_selected` [rows, heads]."""
         self.sparse_steps += len(lengths)
         pending = self._pending
         pending.append((pool, lengths, window, selected_pages if window > 0 else None, num_selected))
@@ -136,8 +142,10 @@ class StatsRecorder:
         if len(self._pending) >= _MAX_PENDING:
             self._fold()
 
-    def add_counts(self, *, pool: LayerPool, lengths: tuple[int, ...], window: int, pages_read: int | None) -> None:
-        """Steps whose page lists stayed on the device: `lengths` of all rows and steps, pages read in total (None: dense)."""
+    def add_counts(
+        self, *, pool: LayerPool, lengths: tuple[int, ...], window: int, pages_read: int | None
+    ) -> None:
+        """Steps in a graph: `lengths` of all rows and steps, and pages read in total (None: dense)."""
         visible = _count_visible(lengths, pool.page_size, window)
         heads = pool.num_kv_heads
         if pages_read is None:
@@ -177,7 +185,7 @@ class StatsRecorder:
         )
 
     def _fold(self) -> None:
-        """Turns pending steps into sums: host arithmetic for what lengths tell, one device sum for the lists."""
+        """Turns pending steps into sums: host arithmetic for lengths, one device sum for the lists."""
         memo: dict[tuple[int, int, int], _Visible] = {}
         lists: dict[tuple[int, torch.device], tuple[LayerPool, list[torch.Tensor]]] = {}
         for pool, lengths, window, selected_pages, num_selected in self._pending:
@@ -210,7 +218,11 @@ class StatsRecorder:
         self._counts["kv_bytes"] += tokens * pool.kv_bytes_per_token
 
     def _record_history(
-        self, layer_idx: int, sequences: tuple[int, ...], lengths: tuple[int, ...], selected_pages: torch.Tensor
+        self,
+        layer_idx: int,
+        sequences: tuple[int, ...],
+        lengths: tuple[int, ...],
+        selected_pages: torch.Tensor,
     ) -> None:
         if self._history_key is not sequences:  # a new tuple per forward, the same one for all its layers
             self._history_key = sequences

@@ -17,4 +17,9 @@ inline constexpr int64_t kChunkPages = 16;
 // Pages scored by one work item.
 inline constexpr int64_t kScoreChunkPages = 256;
 
+// Queries (rows times heads of a group) that one prefill work item carries through its key tiles, and the
+// tokens of a tile. Bounds what a worker keeps on its stack.
+inline constexpr int64_t kPrefillQueries = 128;
+inline constexpr int64_t kPrefillTileTokens = 64;
+
 }  // namespace tinyserve::core

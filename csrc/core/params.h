@@ -111,17 +111,31 @@ struct MergeStatesParams {
   float* lse;
 };
 
-// Copies stored tokens [first_token, first_token + num_tokens) of one sequence out of its pages.
-struct GatherTokensParams {
-  PagePoolView pages;
+// Consecutive query rows of one sequence that share their key tiles.
+struct PrefillBlock {
   const int32_t* page_table;
-  int64_t page_size;
+  int64_t first_row;       // packed row
+  int64_t num_rows;
+  int64_t first_position;  // stored position of first_row
+  int64_t stored;          // positions below come from the pages
+  int64_t first_new_row;   // packed row of position `stored`
+};
+
+struct PrefillAttentionParams {
+  PackedView q;  // [num_rows, num_heads, head_dim]
+  PackedView k;  // [num_rows, num_kv_heads, head_dim]
+  PackedView v;
+  const PrefillBlock* blocks;  // [num_blocks]
+  int64_t num_kv_heads;
+  int64_t group_size;
   int64_t head_dim;
-  int64_t first_token;
-  int64_t num_tokens;
-  void* dense;  // [num_kv_heads, num_tokens, head_dim] of `type`, head stride as given
-  ElementType type;
-  int64_t dense_head_stride;
+  int64_t page_size;
+  PagePoolView k_pages;
+  PagePoolView v_pages;
+  int64_t window;  // -1: none
+  float sm_scale;
+  void* out;   // [num_rows, num_heads, head_dim], contiguous, of q's type
+  float* lse;  // [num_rows, num_heads]
 };
 
 }  // namespace tinyserve::core

@@ -18,7 +18,7 @@ const KernelTable kKernels = {
     .attend_pages = attend_pages,
     .merge_chunks = merge_chunks,
     .merge_states = merge_states,
-    .gather_tokens = gather_tokens,
+    .prefill_attention = prefill_attention,
 };
 
 }  // namespace tinyserve::cpu::TINYSERVE_TARGET

@@ -21,7 +21,7 @@ struct KernelTable {
   Kernel<core::AttendPagesParams> attend_pages;   // items: (row * num_kv_heads + head) * max_chunks + chunk
   Kernel<core::AttendPagesParams> merge_chunks;   // items: row * num_kv_heads + head
   Kernel<core::MergeStatesParams> merge_states;   // items: row * num_heads + head
-  Kernel<core::GatherTokensParams> gather_tokens; // items: head
+  Kernel<core::PrefillAttentionParams> prefill_attention;  // items: block * num_kv_heads + head
 };
 
 // The table of the best target this machine runs, or of the one TINYSERVE_CPU_TARGET names.

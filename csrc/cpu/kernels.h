@@ -12,6 +12,6 @@ void select_pages(const core::SelectPagesParams& params, int64_t begin, int64_t 
 void attend_pages(const core::AttendPagesParams& params, int64_t begin, int64_t end);
 void merge_chunks(const core::AttendPagesParams& params, int64_t begin, int64_t end);
 void merge_states(const core::MergeStatesParams& params, int64_t begin, int64_t end);
-void gather_tokens(const core::GatherTokensParams& params, int64_t begin, int64_t end);
+void prefill_attention(const core::PrefillAttentionParams& params, int64_t begin, int64_t end);
 
 }  // namespace tinyserve::cpu::TINYSERVE_TARGET

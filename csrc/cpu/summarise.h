@@ -1,5 +1,6 @@
 // The summary of one full page and kv head (layout: core/scorer.h). NaN keys are ignored by max and min,
-// so a bound stays one for the other keys; magnitudes are clamped to the largest finite fp32.
+// so a bound stays one for the other keys; infinite keys are clamped to the largest finite value of the
+// summary's type, so that no infinity meets a zero in the score.
 #pragma once
 
 #include <type_traits>
@@ -12,9 +13,17 @@
 namespace tinyserve::cpu::TINYSERVE_TARGET {
 namespace {
 
-inline constexpr float kLargest = 3.40282347e+38F;
+inline float clamp_magnitude(float x, float largest) { return x > largest ? largest : (x < -largest ? -largest : x); }
 
-inline float clamp_finite(float x) { return x > kLargest ? kLargest : (x < -kLargest ? -kLargest : x); }
+inline float largest_finite(const core::Scorer& scorer) {
+  if (scorer.quantised) return 3.40282347e+38F;
+  switch (scorer.full_type) {
+    case core::ElementType::kFloat16: return 65504.0F;
+    case core::ElementType::kBFloat16: return 3.38953139e+38F;
+    case core::ElementType::kFloat32: break;
+  }
+  return 3.40282347e+38F;
+}
 
 // Smallest scale whose 127th multiple reaches `amax`.
 inline float code_scale(float amax) {
@@ -52,7 +61,7 @@ inline float page_statistic(const T* channel, int64_t token_stride, int64_t page
     float extreme = 0.0F;
     bool found = false;
     for (int64_t t = 0; t < page_size; ++t) {
-      const float x = clamp_finite(to_float(channel[t * token_stride]));
+      const float x = to_float(channel[t * token_stride]);
       if (x != x) continue;
       if (!found || (is_max ? x > extreme : x < extreme)) extreme = x;
       found = true;
@@ -62,13 +71,13 @@ inline float page_statistic(const T* channel, int64_t token_stride, int64_t page
   float sum = 0.0F;
   for (int64_t t = 0; t < page_size; ++t) sum += to_float(channel[t * token_stride]);
   const float mean = sum / static_cast<float>(page_size);
-  if (statistic == core::PageStatistic::kMean) return clamp_finite(mean);
+  if (statistic == core::PageStatistic::kMean) return mean;
   float squares = 0.0F;
   for (int64_t t = 0; t < page_size; ++t) {
     const float centred = to_float(channel[t * token_stride]) - mean;
     squares += centred * centred;
   }
-  return clamp_finite(__builtin_sqrtf(squares / static_cast<float>(page_size)));
+  return __builtin_sqrtf(squares / static_cast<float>(page_size));
 }
 
 template <typename T>
@@ -78,13 +87,14 @@ inline void summarise_page_of(const T* keys, int64_t token_stride, int64_t chann
   const int64_t row_bytes = scorer.summary_bytes(head_dim);
   const int64_t header_bytes = scorer.quantised ? core::kSummaryHeaderBytes : 0;
   const int64_t used_bytes = header_bytes + scorer.num_vectors * head_dim * scorer.code_bytes();
+  const float largest = largest_finite(scorer);
   __builtin_memset(summary, 0, static_cast<size_t>(header_bytes));
   __builtin_memset(summary + used_bytes, 0, static_cast<size_t>(row_bytes - used_bytes));
   for (int v = 0; v < scorer.num_vectors; ++v) {
     const core::PageStatistic statistic = scorer.vectors[v].statistic;
     float amax = 0.0F;
     for (int64_t d = 0; d < head_dim; ++d) {
-      values[d] = page_statistic(keys + d * channel_stride, token_stride, page_size, statistic);
+      values[d] = clamp_magnitude(page_statistic(keys + d * channel_stride, token_stride, page_size, statistic), largest);
       const float magnitude = __builtin_fabsf(values[d]);
       if (magnitude > amax) amax = magnitude;
     }

@@ -47,21 +47,23 @@ Attention check_attention(const Tensor& q, const KvPools& pools, double sm_scale
   return {params, keep_q, out, lse};
 }
 
-// A user's page lists: ascending logical pages that the row sees, so that no kernel reads past the table.
-void check_lists(const Batch& batch, const int32_t* selected, const int32_t* counts, int64_t num_kv_heads,
-                 int64_t width, int64_t page_size) {
+// A user's page lists: ascending logical pages up to the row's last, with valid ids. A page that the window
+// hides is allowed; it adds nothing.
+void check_lists(const Batch& batch, const int32_t* selected, const int32_t* counts, int64_t width,
+                 const KvPools& pools) {
   for (size_t r = 0; r < batch.rows.size(); ++r) {
-    const int64_t first = batch.rows[r].first_page(page_size);
-    const int64_t end = batch.rows[r].end_page(page_size);
-    for (int64_t head = 0; head < num_kv_heads; ++head) {
-      const int64_t row_head = static_cast<int64_t>(r) * num_kv_heads + head;
+    const core::Row& row = batch.rows[r];
+    const int64_t end = row.end_page(pools.page_size);
+    for (int64_t head = 0; head < pools.num_kv_heads; ++head) {
+      const int64_t row_head = static_cast<int64_t>(r) * pools.num_kv_heads + head;
       TINYSERVE_CHECK(counts[row_head] >= 0 && counts[row_head] <= width, "num_selected: expected 0 to ", width,
                       ", got ", counts[row_head], " for token ", r, ", kv head ", head);
-      int64_t previous = first - 1;
+      int64_t previous = -1;
       for (int64_t i = 0; i < counts[row_head]; ++i) {
         const int32_t page = selected[row_head * width + i];
-        TINYSERVE_CHECK(page > previous && page < end, "selected_pages: expected ascending pages from ", first, " to ",
+        TINYSERVE_CHECK(page > previous && page < end, "selected_pages: expected ascending pages from 0 to ",
                         end - 1, ", got ", page, " for token ", r, ", kv head ", head);
+        check_table_entries(row.page_table, row.sequence, page, page + 1, pools.num_pages);
         previous = page;
       }
     }
@@ -75,8 +77,9 @@ std::tuple<Tensor, Tensor, Tensor> attend_pages(Tensor q, Tensor cu_query_lens, 
                                                 double softcap, bool return_page_lse) {
   const KvPools pools = check_pools(k_pages, v_pages, k_scales, v_scales);
   Attention attention = check_attention(q, pools, sm_scale, softcap);
+  // With page lists only the listed pages are read, and check_lists looks at those.
   const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, q.size(0), pools.page_size, window,
-                                  pools.num_pages);
+                                  selected_pages.has_value() ? -1 : pools.num_pages);
   core::AttendPagesParams& params = attention.params;
   int64_t max_list_pages = batch.max_visible_pages;
   params.list_width = batch.max_pages;
@@ -96,8 +99,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_pages(Tensor q, Tensor cu_query_lens, 
     params.selected_pages = static_cast<const int32_t*>(lists.const_data_ptr());
     params.num_selected = static_cast<const int32_t*>(counts.const_data_ptr());
     params.list_width = max_list_pages = lists.size(2);
-    check_lists(batch, params.selected_pages, params.num_selected, pools.num_kv_heads, params.list_width,
-                pools.page_size);
+    check_lists(batch, params.selected_pages, params.num_selected, params.list_width, pools);
   }
   Tensor page_lse = return_page_lse ? empty_cpu({q.size(0), q.size(1), params.list_width}, ScalarType::Float)
                                     : empty_cpu({0}, ScalarType::Float);

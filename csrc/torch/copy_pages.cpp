@@ -123,6 +123,13 @@ void check_same_pages(const std::array<const Tensor*, 5>& pools) {
   }
 }
 
+Tensor gather_part(const Tensor& pool, size_t index, const int32_t* ids, int64_t count) {
+  Tensor gathered = index < 2 ? empty_cpu({count, pool.size(1), pool.size(2), pool.size(3)}, pool.scalar_type())
+                              : empty_cpu({count, pool.size(1), pool.size(2)}, pool.scalar_type());
+  move_pages(view_part(pool, index, kNames[index]), ids, view_part(gathered, index, kNames[index]), nullptr, count);
+  return gathered;
+}
+
 std::vector<int32_t> sorted(const int32_t* ids, int64_t count) {
   std::vector<int32_t> result(ids, ids + count);
   std::sort(result.begin(), result.end());
@@ -140,9 +147,8 @@ void check_distinct(const int32_t* ids, int64_t count, const char* name) {
 void copy_pages(Tensor src_page_ids, Tensor dst_page_ids, Tensor k_pages, Tensor v_pages,
                 std::optional<Tensor> k_scales, std::optional<Tensor> v_scales, std::optional<Tensor> page_summary) {
   const auto pools = parts_of(k_pages, v_pages, k_scales, v_scales, page_summary);
-  std::vector<Part> parts;
   for (size_t i = 0; i < pools.size(); ++i) {
-    if (pools[i] != nullptr) parts.push_back(view_part(*pools[i], i, kNames[i]));
+    if (pools[i] != nullptr) view_part(*pools[i], i, kNames[i]);
   }
   check_same_pages(pools);
   const int64_t num_pages = k_pages.size(0);
@@ -156,14 +162,11 @@ void copy_pages(Tensor src_page_ids, Tensor dst_page_ids, Tensor k_pages, Tensor
     TINYSERVE_CHECK(!std::binary_search(sources.begin(), sources.end(), to[i]),
                     "dst_page_ids: expected pages that are not sources, got ", to[i], " at index ", i);
   }
-  for (const Part& part : parts) move_pages(part, from, part, to, count);
-}
-
-Tensor gather_part(const Tensor& pool, size_t index, const int32_t* ids, int64_t count) {
-  Tensor gathered = index < 2 ? empty_cpu({count, pool.size(1), pool.size(2), pool.size(3)}, pool.scalar_type())
-                              : empty_cpu({count, pool.size(1), pool.size(2)}, pool.scalar_type());
-  move_pages(view_part(pool, index, kNames[index]), ids, view_part(gathered, index, kNames[index]), nullptr, count);
-  return gathered;
+  for (size_t i = 0; i < pools.size(); ++i) {
+    if (pools[i] == nullptr) continue;
+    const Part part = view_part(*pools[i], i, kNames[i]);
+    move_pages(part, from, part, to, count);
+  }
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gather_pages(Tensor page_ids, Tensor k_pages, Tensor v_pages,

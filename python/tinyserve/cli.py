@@ -53,8 +53,8 @@ def _add_demo(commands: argparse._SubParsersAction[_OneLineParser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="full against sparse attention on a real model and a real text",
-        description="Hides a fact in a play, asks for it with full and with sparse attention, and compares answers, "
-        "time and memory.",
+        description="Hides a fact in a play, asks for it with full and with sparse attention, and compares "
+        "answers, time and memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument(

@@ -1,16 +1,14 @@
-"""The decoding loop both kinds of attention share: prefill in chunks, then one greedy token per forward, each
-timed.
+"""Greedy decoding that is timed token by token: prefill in chunks, then one token per call.
 
-The loop knows nothing about the cache it is handed, so the two sides of the demo differ in their attention
-and cache only.
+A `Decoder` knows nothing about the cache it is handed, so the sides of a comparison differ in attention and
+cache only. `share_weights` gives each side a model object of its own over one set of weights.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,67 +21,52 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 256  # tokens; as fast as one piece on a CPU, and the bar moves
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """What came out and how long it took: `step_seconds[i]` is the forward that produced `token_ids[i +
-    1]`."""
+class Decoder:
+    """One model with one cache, decoding greedily; the caller holds `torch.inference_mode()`.
 
-    token_ids: list[int]
-    prefill_seconds: float
-    step_seconds: list[float]
-
-
-def forward_kwargs(model: PreTrainedModel, cache: Any) -> dict[str, Any]:
-    """Keywords every forward here needs: the cache under the name this transformers release uses, last logits
-    only."""
-    names = inspect.signature(model.forward).parameters
-    kwargs: dict[str, Any] = {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
-    if "logits_to_keep" in names:
-        kwargs["logits_to_keep"] = 1
-    return kwargs
-
-
-def prefill(model: PreTrainedModel, cache: Any, token_ids: list[int], label: str) -> int:
-    """Stores the prompt in `cache`, chunk by chunk; returns the greedy next token."""
-    kwargs = forward_kwargs(model, cache)
-    ids = torch.tensor([token_ids])
-    logits = None
-    with bar(f"{label}: prefill", total=len(token_ids), unit=" tokens") as progress:
-        for chunk in ids.split(PREFILL_CHUNK, dim=1):
-            logits = model(chunk, **kwargs).logits
-            progress.update(chunk.size(1))
-    assert logits is not None
-    return int(logits[0, -1].argmax())
-
-
-@torch.inference_mode()
-def decode_greedily(
-    model: PreTrainedModel,
-    cache: Any,
-    token_ids: list[int],
-    num_new_tokens: int,
-    label: str,
-    after_prefill: Callable[[], None] | None = None,
-) -> Decoded:
-    """Continues `token_ids` (at least one token) by exactly `num_new_tokens` greedy tokens, past any
-    end-of-text token.
-
-    Going on past the end keeps the timing of both sides over the same number of steps; the caller cuts the
-    text.
+    Attributes:
+        token_ids: the new tokens; the first one comes out of the prefill.
+        prefill_seconds: 0 before the prefill.
+        step_seconds: `step_seconds[i]` is the forward that chose `token_ids[i + 1]`.
     """
-    started = time.perf_counter()
-    new_ids = [prefill(model, cache, token_ids, label)]
-    prefill_seconds = time.perf_counter() - started
-    if after_prefill is not None:
-        after_prefill()
-    kwargs = forward_kwargs(model, cache)
-    step_seconds = []
-    for _ in bar(
-        f"{label}: decode", total=num_new_tokens - 1, unit=" tokens", items=range(num_new_tokens - 1)
-    ):
-        ids = torch.tensor([[new_ids[-1]]])
+
+    def __init__(self, model: PreTrainedModel, cache: Any) -> None:
+        self.model = model
+        self.cache = cache
+        self.token_ids: list[int] = []
+        self.prefill_seconds = 0.0
+        self.step_seconds: list[float] = []
+        names = inspect.signature(model.forward).parameters
+        # transformers 5.24 renamed the argument.
+        self._kwargs: dict[str, Any] = {
+            "cache" if "cache" in names else "past_key_values": cache,
+            "use_cache": True,
+        }
+        if "logits_to_keep" in names:
+            self._kwargs["logits_to_keep"] = 1
+
+    def prefill(self, prompt_ids: list[int], label: str) -> None:
+        """Stores the prompt (at least one token) chunk by chunk and chooses the first new token."""
         started = time.perf_counter()
-        logits = model(ids, **kwargs).logits
-        new_ids.append(int(logits[0, -1].argmax()))
-        step_seconds.append(time.perf_counter() - started)
-    return Decoded(new_ids, prefill_seconds, step_seconds)
+        logits = None
+        with bar(label, total=len(prompt_ids), unit=" tokens") as progress:
+            for chunk in torch.tensor([prompt_ids]).split(PREFILL_CHUNK, dim=1):
+                logits = self.model(chunk, **self._kwargs).logits
+                progress.update(chunk.size(1))
+        assert logits is not None
+        self.token_ids.append(int(logits[0, -1].argmax()))
+        self.prefill_seconds = time.perf_counter() - started
+
+    def step(self, token_id: int | None = None) -> None:
+        """One forward of `token_id` (default: the newest token), and the choice of the next token."""
+        ids = torch.tensor([[self.token_ids[-1] if token_id is None else token_id]])
+        started = time.perf_counter()
+        logits = self.model(ids, **self._kwargs).logits
+        self.token_ids.append(int(logits[0, -1].argmax()))
+        self.step_seconds.append(time.perf_counter() - started)
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model object over the same parameters, with a config and an attention of its own."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, memo)

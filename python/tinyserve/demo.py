@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyserve.errors import SetupError, UsageError
-from tinyserve.models import load_model, smollm2_folder
+from tinyserve.models import DISPLAY_NAME, load_model, smollm2_folder
 from tinyserve.needles import Prompt, build_prompt, found, make_needle
 from tinyserve.texts import DEFAULT_PLAY, load_play
 
@@ -61,37 +61,36 @@ def run_demo(options: DemoOptions) -> None:
     config = _sparse_config(options)
     import torch
 
-    from tinyserve.comparison import run_full, run_sparse
+    from tinyserve.comparison import compare
+    from tinyserve.process_memory import peak_bytes
     from tinyserve.report import side_by_side, summary
     from tinyserve.results import save_numbers, save_picture
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     folder = options.model if options.model is not None else smollm2_folder()
+    model_name = DISPLAY_NAME if options.model is None else folder.name
     model, tokenizer = load_model(folder, getattr(torch, options.dtype))
     _check_positions(model, options)
     prompt = build_prompt(
         tokenizer, load_play(), needle, num_tokens=options.context, depth=options.depth, seed=options.seed
     )
-    print(_opening(options, model, folder, prompt), flush=True)
+    print(_opening(options, model, model_name, prompt), flush=True)
 
-    full = run_full(model, prompt.token_ids, options.new_tokens)
-    sparse = run_sparse(model, prompt.token_ids, options.new_tokens, config)
+    full, sparse = compare(model, prompt.token_ids, options.new_tokens, config)
     answers = (_answer(full, prompt, tokenizer), _answer(sparse, prompt, tokenizer))
 
     width = min(120, shutil.get_terminal_size((100, 24)).columns)
     print("\n" + side_by_side([full.title, sparse.title], [answer.text for answer in answers], width))
-    print("\n" + summary(full, sparse, (answers[0].found, answers[1].found)))
+    print("\n" + summary(full, sparse, (answers[0].found, answers[1].found), peak_bytes()))
     for note in _notes(options, sparse, answers):
         print("\n" + textwrap.fill(note, width))
     print()
     if sparse.sparse_engaged:
         # The token that ended the answer belongs to the picture: a step read the context to choose it.
-        tokens = [
-            tokenizer.decode([token]) for token in sparse.decoded.token_ids[: len(answers[1].token_ids) + 1]
-        ]
+        tokens = [tokenizer.decode([token]) for token in sparse.token_ids[: len(answers[1].token_ids) + 1]]
         save_picture(
-            options.output, sparse, answers[1], prompt, model_name=folder.name,
+            options.output, sparse, answers[1], prompt, model_name=model_name,
             num_layers=model.config.num_hidden_layers, page_size=options.page_size, tokens=tokens,
         )  # fmt: skip
         print(f"picture  {options.output.resolve()}")
@@ -134,17 +133,17 @@ def _check_positions(model: PreTrainedModel, options: DemoOptions) -> None:
     needed = options.context + options.new_tokens
     if limit is not None and needed > limit:
         raise UsageError(
-            f"--context: the model has {limit} positions, got {options.context} and {options.new_tokens} new ones"
+            f"--context: the model has {limit} positions, got {options.context} + {options.new_tokens}"
         )
 
 
-def _opening(options: DemoOptions, model: PreTrainedModel, folder: Path, prompt: Prompt) -> str:
+def _opening(options: DemoOptions, model: PreTrainedModel, model_name: str, prompt: Prompt) -> str:
     import torch
 
     play = DEFAULT_PLAY.rpartition("/")[2].replace("-", " ").title()
     where = prompt.needle_start / len(prompt.token_ids)
     return (
-        f"model    {folder.name}, {model.config.num_hidden_layers} layers, {options.dtype}, "
+        f"model    {model_name}, {model.config.num_hidden_layers} layers, {options.dtype}, "
         f"{torch.get_num_threads()} threads\n"
         f"prompt   {len(prompt.token_ids)} tokens of {play} (seed {options.seed})\n"
         f"hidden   {prompt.needle.sentence}   (at {where:.0%} of the prompt)\n"
@@ -156,7 +155,7 @@ def _answer(result: ModeResult, prompt: Prompt, tokenizer: PreTrainedTokenizerBa
     """The tokens before the end of the turn, as text; the decoding loop went on for the timing."""
     from tinyserve.results import Answer
 
-    ids = result.decoded.token_ids
+    ids = result.token_ids
     if tokenizer.eos_token_id in ids:
         ids = ids[: ids.index(tokenizer.eos_token_id)]
     text = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
@@ -165,9 +164,10 @@ def _answer(result: ModeResult, prompt: Prompt, tokenizer: PreTrainedTokenizerBa
 
 def _notes(options: DemoOptions, sparse: ModeResult, answers: tuple[Answer, Answer]) -> list[str]:
     notes = [
-        f"Both sides decode {options.new_tokens} tokens so that their times compare; the texts stop where the "
-        "answer ends. Full attention runs as transformers runs it by default: DynamicCache copies the whole cache at "
-        "every token, which is part of its time. benchmarks/bench_generate.py measures the static cache too."
+        f"The sides took turns for {options.new_tokens} tokens each, so that their times compare; the texts "
+        "stop where the answer ends. Full attention runs as transformers runs it by default: DynamicCache "
+        "copies the whole cache at every token, which is part of its time. benchmarks/bench_generate.py also "
+        "measures the static cache."
     ]
     if not sparse.sparse_engaged:
         notes.append("The budget covers the whole context, so the sparse side left nothing out: no picture.")

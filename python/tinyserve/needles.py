@@ -86,7 +86,7 @@ def build_prompt(
     Args:
         tokenizer: of the model; its chat template is used when it has one.
         text: the haystack; an excerpt long enough is taken from a place the seed picks.
-        depth: where in the excerpt the needle goes, 0 (start) to 1 (end), at the nearest gap between speeches.
+        depth: where in the excerpt the needle goes, 0 (start) to 1 (end); between two speeches.
 
     Raises:
         UsageError: the length is too small for instruction and question, or the text is too short for it.

@@ -39,8 +39,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), "  ".join("-" * w for w in widths), *(line(row) for row in rows)])
 
 
-def summary(full: ModeResult, sparse: ModeResult, keys_found: tuple[bool, bool]) -> str:
-    """The table at the end of the demo; the last column says how many times less the sparse side needs."""
+def summary(full: ModeResult, sparse: ModeResult, keys_found: tuple[bool, bool], peak_bytes: int) -> str:
+    """The table at the end of the demo; the last column says how many times less the sparse side needs.
+
+    Args:
+        peak_bytes: most resident memory of the process, which held both sides at once.
+    """
 
     def numbers(label: str, left: float, right: float, form: str) -> list[str]:
         gain = f"{left / right:.2f}x" if right > 0 else ""
@@ -49,27 +53,21 @@ def summary(full: ModeResult, sparse: ModeResult, keys_found: tuple[bool, bool])
     def sizes(label: str, left: float, right: float) -> list[str]:
         return [label, megabytes(left), megabytes(right), f"{left / right:.2f}x" if right > 0 else ""]
 
-    sides = (full, sparse)
     needle = ["found" if found else "NOT FOUND" for found in keys_found]
-    peak = (
-        "peak process memory"
-        if all(side.peak_is_of_this_phase for side in sides)
-        else "peak process memory so far"
-    )
     rows = [
         ["attention", full.attention, sparse.attention, ""],
         ["cache", full.cache, sparse.cache, ""],
         ["hidden key", *needle, ""],
-        numbers("prefill", full.decoded.prefill_seconds, sparse.decoded.prefill_seconds, "{:.1f} s"),
+        numbers("prefill", full.prefill_seconds, sparse.prefill_seconds, "{:.1f} s"),
         numbers("decode, median per token", full.median_ms, sparse.median_ms, "{:.1f} ms"),
         numbers("decode, fastest token", full.minimum_ms, sparse.minimum_ms, "{:.1f} ms"),
         sizes("K and V read per token", full.kv_bytes_per_step, sparse.kv_bytes_per_step),
         ["page summaries read per token", "-", megabytes(sparse.summary_bytes_per_step), ""],
-        sizes("read per token, both", _read(full), _read(sparse)),
+        sizes("read per token, in all", _read(full), _read(sparse)),
         sizes("KV memory held", full.kv_bytes_held, sparse.kv_bytes_held),
-        sizes(peak, full.peak_memory_bytes, sparse.peak_memory_bytes),
     ]
-    return table(["", full.title, sparse.title, "full / sparse"], rows)
+    text = table(["", full.title, sparse.title, "full / sparse"], rows)
+    return f"{text}\n\npeak memory of the process, weights and both sides: {megabytes(peak_bytes)}"
 
 
 def _read(side: ModeResult) -> float:

@@ -67,14 +67,13 @@ def save_numbers(
             "cache": result.cache,
             "text": answer.text,
             "found": answer.found,
-            "prefill_seconds": result.decoded.prefill_seconds,
+            "prefill_seconds": result.prefill_seconds,
             "median_ms": result.median_ms,
             "minimum_ms": result.minimum_ms,
-            "step_ms": [round(1e3 * seconds, 3) for seconds in result.decoded.step_seconds],
+            "step_ms": [round(1e3 * seconds, 3) for seconds in result.step_seconds],
             "kv_bytes_per_step": result.kv_bytes_per_step,
             "summary_bytes_per_step": result.summary_bytes_per_step,
             "kv_bytes_held": result.kv_bytes_held,
-            "peak_memory_bytes": result.peak_memory_bytes,
             "sparse_engaged": result.sparse_engaged,
         }
         for result, answer in zip(results, answers, strict=True)

@@ -104,7 +104,7 @@ def draw_selection_map(
         for spine in axes.spines.values():
             spine.set_color("#9AA5B1")
     _label_steps(lower, counts.by_step.shape[0], step_labels)
-    bar = figure.colorbar(image, cax=figure.add_axes((0.93, 0.3, 0.013, 0.4)))
+    bar = figure.colorbar(image, cax=figure.add_axes((0.936, 0.3, 0.013, 0.4)))
     bar.set_ticks([0, 0.5, 1], labels=["never", "half", "always"])
     bar.ax.set_title("page read", fontsize=8.5, color=_INK, pad=8)
     bar.ax.tick_params(labelsize=8, colors=_INK)

@@ -1,4 +1,5 @@
-"""An independent picture of a paged cache: every key and value in plain tensors, attention in float64 over them.
+"""An independent picture of a paged cache: every key and value in plain tensors, attention in float64 over
+them.
 
 Knows nothing of pages except, where a test asks, which tokens a list of pages covers.
 """
@@ -22,9 +23,14 @@ def new_cache(**options: object) -> PagedKVCache:
 
 
 def oracle(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int = -1, pages: torch.Tensor | None = None, page_size: int = 1
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int = -1,
+    pages: torch.Tensor | None = None,
+    page_size: int = 1,
 ) -> torch.Tensor:
-    """Attention of q [T, Hq, D], the last T of the n positions of k, v [n, Hkv, D]; `pages` [Hkv, m] restricts T = 1."""
+    """Attention of q [T, Hq, D], the last T positions of k, v [n, Hkv, D]; `pages` [Hkv, m] for T = 1."""
     num_new, num_heads, _ = q.shape
     group = num_heads // k.size(1)
     length = k.size(0)
@@ -62,7 +68,9 @@ class DenseMirror:
     def new(self, num_tokens: int = 0) -> int:
         """A new sequence, filled in one forward."""
         seq = self.cache.new_sequence()
-        self.tokens[seq] = [(self.random(0, NUM_KV_HEADS), self.random(0, NUM_KV_HEADS)) for _ in range(NUM_LAYERS)]
+        self.tokens[seq] = [
+            (self.random(0, NUM_KV_HEADS), self.random(0, NUM_KV_HEADS)) for _ in range(NUM_LAYERS)
+        ]
         if num_tokens:
             self.step([(seq, num_tokens)])
         return seq
@@ -84,7 +92,11 @@ class DenseMirror:
         outs = []
         for layer in range(NUM_LAYERS):
             total = forward.num_tokens
-            q, k, v = self.random(total, NUM_HEADS), self.random(total, NUM_KV_HEADS), self.random(total, NUM_KV_HEADS)
+            q, k, v = (
+                self.random(total, NUM_HEADS),
+                self.random(total, NUM_KV_HEADS),
+                self.random(total, NUM_KV_HEADS),
+            )
             outs.append(forward.attend(layer, q, k, v, SM_SCALE, window))
             start = 0
             for seq, num_new in batch:
@@ -95,7 +107,11 @@ class DenseMirror:
                 if check and num_new:
                     expected = oracle(q[rows], k_now, v_now, window)
                     torch.testing.assert_close(
-                        outs[layer][rows].double(), expected, rtol=tolerance, atol=tolerance, msg=f"layer {layer} seq {seq}"
+                        outs[layer][rows].double(),
+                        expected,
+                        rtol=tolerance,
+                        atol=tolerance,
+                        msg=f"layer {layer} seq {seq}",
                     )
                 start += num_new
         forward.commit()

@@ -21,7 +21,16 @@ def test_a_token_budget_rounds_down_to_pages():
 
 @pytest.mark.parametrize(
     ("ratio", "num_pages", "expected"),
-    [(0.07, 100, 7), (0.1, 30, 3), (0.3, 10, 3), (0.3, 11, 4), (1 / 3, 9, 3), (1.0, 77, 77), (0.55, 100, 55), (0.001, 5, 3)],
+    [
+        (0.07, 100, 7),
+        (0.1, 30, 3),
+        (0.3, 10, 3),
+        (0.3, 11, 4),
+        (1 / 3, 9, 3),
+        (1.0, 77, 77),
+        (0.55, 100, 55),
+        (0.001, 5, 3),
+    ],
 )
 def test_a_keep_ratio_rounds_up_exactly_as_its_decimal_says(ratio, num_pages, expected):
     assert SparseConfig(keep_ratio=ratio).page_budget(num_pages) == expected
@@ -40,7 +49,9 @@ def test_covers_tells_whether_selection_can_leave_anything_out():
 
 
 def test_a_config_survives_json_and_compares_equal():
-    config = SparseConfig(keep_ratio=0.3, scorer="mean_std", kv_dtype="bfloat16", dense_layers=0, max_kv_bytes=1 << 20)
+    config = SparseConfig(
+        keep_ratio=0.3, scorer="mean_std", kv_dtype="bfloat16", dense_layers=0, max_kv_bytes=1 << 20
+    )
     assert SparseConfig.from_json(config.to_json()) == config
     assert SparseConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert len({config, SparseConfig.from_json(config.to_json())}) == 1

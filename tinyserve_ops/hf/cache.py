@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from tinyserve_ops import ops
 from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
+from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.forward import ForwardBatch
 from tinyserve_ops.hf.padding import PadRuns, mask_from_4d
 from tinyserve_ops.hf.support import max_positions
@@ -317,6 +318,16 @@ class TinyServeCache(Cache):
         self._reserve_tokens = max_tokens
         self._resume()
 
+    def check_room(self, num_steps: int = 1) -> None:
+        """For the caller of a compiled step, before it: counts the coming steps; eager steps count themselves.
+
+        Raises:
+            OutOfPagesError: they don't fit into what was reserved. Nothing changed.
+        """
+        if self._reserved is None:
+            raise RuntimeError("check_room: expected reserved decoding (reserve, then a prefill), got none")
+        self._reserved.check_room(num_steps)
+
     def release(self) -> None:
         """Ends `reserve`: lengths are read back and unused pages given back."""
         self._suspend()
@@ -389,6 +400,8 @@ class TinyServeCache(Cache):
     ) -> torch.Tensor:
         reserved = self._reserved
         assert reserved is not None
+        if layer_idx == 0 and not torch.compiler.is_compiling():
+            reserved.check_room()
         out = reserved.attend(layer_idx, query[:, :, 0], key[:, :, 0], value[:, :, 0], sm_scale, window)
         if layer_idx == self.num_layers - 1:
             reserved.advance()
@@ -406,6 +419,10 @@ class TinyServeCache(Cache):
         fresh = not self._seqs
         pads = PadRuns(batch_size) if fresh else self._pads
         valid = _new_tokens(attention_mask, pads, num_new)
+        if self._reserve_tokens is not None and pads.length + num_new > self._reserve_tokens:
+            raise OutOfPagesError(
+                f"max_tokens: expected at most the {self._reserve_tokens} reserved tokens, got {pads.length + num_new}"
+            )
         if self._kv is None:
             self._kv = self._new_pools(key)
         if fresh:

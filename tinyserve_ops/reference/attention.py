@@ -96,7 +96,9 @@ def sparse_decode(
         out, lse as `attend_pages`; selected_pages, num_selected as `select_pages`.
     """
     checks.check_kv_pages(k_pages, v_pages, k_scales, v_scales)
-    page_size = k_pages.shape[2]
+    num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
+    checks.check_heads(q, num_kv_heads, head_dim)
+    checks.check_summary(page_summary, scorer, num_kv_heads, head_dim, num_pages)
     page_scores = score_pages(
         q,
         cu_query_lens,
@@ -133,11 +135,10 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         out of outs' dtype [num_tokens, num_heads, head_dim], and lse fp32 [num_tokens, num_heads].
     """
     checks.check_merge_states(outs, lses)
-    lse = lses.logsumexp(0)
     empty = lses == -torch.inf
-    weights = torch.exp(lses - lse).masked_fill(empty, 0.0)
+    weights = lses.softmax(0).masked_fill(empty, 0.0)
     states = outs.float().masked_fill(empty[..., None], 0.0)
-    return (weights[..., None] * states).sum(0).to(outs.dtype), lse
+    return (weights[..., None] * states).sum(0).to(outs.dtype), lses.logsumexp(0)
 
 
 def prefill_attention(

@@ -6,6 +6,8 @@ tensors, never keys or values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -194,14 +196,13 @@ def check_select_pages(
     check_batch(page_scores.shape[0], cu_query_lens, seq_lens)
     check_tensor("page_budget", page_budget, _INT32, (seq_lens.shape[0],))
     num_forced = num_sink_pages + num_recent_pages
+    allowed = f"from the {num_forced} forced pages to max_page_budget {max_page_budget}"
     for budget in page_budget.tolist():
-        require(budget >= num_forced, "page_budget", f"at least the {num_forced} forced pages", budget)
+        require(num_forced <= budget <= max_page_budget, "page_budget", allowed, budget)
     for row in rows_of(cu_query_lens, seq_lens, window):
-        visible = row.visible_pages(page_size)
+        end = row.visible_pages(page_size).stop
         columns = page_scores.shape[2]
-        require(visible.stop <= columns, "page_scores", f"scores of {visible.stop} pages", columns)
-        needed = min(int(page_budget[row.sequence]), len(visible))
-        require(max_page_budget >= needed, "max_page_budget", f"at least {needed}", max_page_budget)
+        require(end <= columns, "page_scores", f"scores of {end} pages", columns)
 
 
 def check_attend_pages(
@@ -243,8 +244,11 @@ def check_attend_pages(
                 f"0 to {selected_pages.shape[2]}",
                 count,
             )
+            previous = -1
             for page in selected_pages[row.token, head, :count].tolist():
-                require(0 <= page < end, "selected_pages", f"pages in [0, {end}) of row {row.token}", page)
+                expected = f"ascending pages in [0, {end}) for row {row.token}"
+                require(previous < page < end, "selected_pages", expected, page)
+                previous = page
                 _check_table_entry(table, row.sequence, page, num_pages)
 
 
@@ -284,67 +288,57 @@ def check_prefill_attention(
                 _check_table_entry(table, sequence, page, num_pages)
 
 
-def check_copy_pages(
-    src_page_ids: Tensor,
-    dst_page_ids: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    page_summary: Tensor | None,
-) -> None:
-    check_kv_pages(k_pages, v_pages, k_scales, v_scales)
-    _check_moved_summary(page_summary, k_pages)
-    check_page_ids("src_page_ids", src_page_ids, k_pages.shape[0])
-    check_page_ids("dst_page_ids", dst_page_ids, k_pages.shape[0])
+# The parts of a pool that move together; the ops that move them copy bits and so take every element type and
+# layout.
+Parts = Mapping[str, Tensor | None]
+
+
+def check_copy_pages(src_page_ids: Tensor, dst_page_ids: Tensor, pools: Parts) -> None:
+    num_pages = _check_parts(pools)
+    check_page_ids("src_page_ids", src_page_ids, num_pages)
+    check_page_ids("dst_page_ids", dst_page_ids, num_pages)
+    num_ids = src_page_ids.shape[0]
     require(
-        src_page_ids.shape == dst_page_ids.shape,
+        dst_page_ids.shape[0] == num_ids,
         "dst_page_ids",
-        f"as many ids as src_page_ids, {src_page_ids.shape[0]}",
+        f"{num_ids} ids like src_page_ids",
         dst_page_ids.shape[0],
     )
+    _check_distinct("dst_page_ids", dst_page_ids)
+    both = sorted(set(src_page_ids.tolist()) & set(dst_page_ids.tolist()))
+    require(not both, "dst_page_ids", "pages that are not sources", both)
 
 
-def check_gather_pages(
-    page_ids: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    page_summary: Tensor | None,
-) -> None:
-    check_kv_pages(k_pages, v_pages, k_scales, v_scales)
-    _check_moved_summary(page_summary, k_pages)
-    check_page_ids("page_ids", page_ids, k_pages.shape[0])
+def check_gather_pages(page_ids: Tensor, pools: Parts) -> None:
+    check_page_ids("page_ids", page_ids, _check_parts(pools))
 
 
-def check_scatter_pages(
-    page_ids: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scales_in: Tensor | None,
-    v_scales_in: Tensor | None,
-    summary_in: Tensor | None,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    page_summary: Tensor | None,
-) -> None:
-    check_gather_pages(page_ids, k_pages, v_pages, k_scales, v_scales, page_summary)
-    for argument, scales in (("k_scales_in", k_scales_in), ("v_scales_in", v_scales_in)):
-        require(scales is None, argument, "None (int8 pages are not implemented)", "a tensor")
-    shape = (page_ids.shape[0], *k_pages.shape[1:])
-    check_tensor("k", k, (k_pages.dtype,), shape)
-    check_tensor("v", v, (v_pages.dtype,), shape)
-    require(
-        (summary_in is None) == (page_summary is None),
-        "summary_in",
-        "a tensor with page_summary and None without",
-        "None" if summary_in is None else "a tensor",
-    )
-    if summary_in is not None and page_summary is not None:
-        check_tensor("summary_in", summary_in, _UINT8, (page_ids.shape[0], *page_summary.shape[1:]))
+def check_scatter_pages(page_ids: Tensor, sources: Parts, pools: Parts) -> None:
+    check_page_ids("page_ids", page_ids, _check_parts(pools))
+    _check_distinct("page_ids", page_ids)
+    for (name, source), (pool_name, pool) in zip(sources.items(), pools.items(), strict=True):
+        expected = "None" if pool is None else "a tensor"
+        got = "None" if source is None else "a tensor"
+        require(expected == got, name, f"{expected} as {pool_name}", got)
+        if source is not None and pool is not None:
+            check_tensor(name, source, (pool.dtype,), (page_ids.shape[0], *pool.shape[1:]))
+
+
+def _check_parts(pools: Parts) -> int:
+    num_pages, num_kv_heads = -1, -1
+    for name, pool in pools.items():
+        if pool is None:
+            continue
+        shape = (None, None) if num_pages < 0 else (num_pages, num_kv_heads)
+        rest = (None, None) if name in ("k_pages", "v_pages") else (None,)
+        check_tensor(name, pool, (*_FLOATS, torch.int8, torch.uint8), (*shape, *rest))
+        num_pages, num_kv_heads = pool.shape[:2]
+    return num_pages
+
+
+def _check_distinct(argument: str, page_ids: Tensor) -> None:
+    ids = page_ids.tolist()
+    require(len(set(ids)) == len(ids), argument, "no page twice", ids)
 
 
 def _check_head_dim(argument: str, head_dim: int) -> None:
@@ -358,11 +352,6 @@ def _check_pool(argument: str, pool: Tensor, shape: tuple[int | None, ...]) -> N
     _check_head_dim(argument, pool.shape[3])
     strides = pool.stride()
     require(1 in strides[2:], argument, "stride 1 along head_dim or along the tokens of a page", strides)
-
-
-def _check_moved_summary(page_summary: Tensor | None, k_pages: Tensor) -> None:
-    if page_summary is not None:
-        check_tensor("page_summary", page_summary, _UINT8, (*k_pages.shape[:2], None))
 
 
 def _check_scorer_dtype(scorer: str, k_pages: Tensor) -> None:

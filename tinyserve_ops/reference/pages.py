@@ -65,9 +65,10 @@ def copy_pages(
     v_scales: Tensor | None,
     page_summary: Tensor | None,
 ) -> None:
-    """Copies page src_page_ids[i] to page dst_page_ids[i] in every part. Mutates all parts."""
-    checks.check_copy_pages(src_page_ids, dst_page_ids, k_pages, v_pages, k_scales, v_scales, page_summary)
-    for pool in _parts(k_pages, v_pages, k_scales, v_scales, page_summary):
+    """Copies page src_page_ids[i] to page dst_page_ids[i], no source and named once. Mutates all parts."""
+    pools = _parts(k_pages, v_pages, k_scales, v_scales, page_summary)
+    checks.check_copy_pages(src_page_ids, dst_page_ids, pools)
+    for pool in pools.values():
         if pool is not None:
             pool[dst_page_ids.long()] = pool[src_page_ids.long()]
 
@@ -81,10 +82,10 @@ def gather_pages(
     page_summary: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns contiguous copies of pages, one tensor per part; absent parts come back with shape [0]."""
-    checks.check_gather_pages(page_ids, k_pages, v_pages, k_scales, v_scales, page_summary)
+    pools = _parts(k_pages, v_pages, k_scales, v_scales, page_summary)
+    checks.check_gather_pages(page_ids, pools)
     k, v, k_scale, v_scale, summary = (
-        None if pool is None else pool[page_ids.long()].contiguous()
-        for pool in _parts(k_pages, v_pages, k_scales, v_scales, page_summary)
+        None if pool is None else pool[page_ids.long()].contiguous() for pool in pools.values()
     )
     assert k is not None
     assert v is not None
@@ -111,26 +112,31 @@ def scatter_pages(
     page_summary: Tensor | None,
 ) -> None:
     """Writes what `gather_pages` returned to the pages `page_ids`. Mutates all parts that are given."""
-    checks.check_scatter_pages(
-        page_ids,
-        k,
-        v,
-        k_scales_in,
-        v_scales_in,
-        summary_in,
-        k_pages,
-        v_pages,
-        k_scales,
-        v_scales,
-        page_summary,
-    )
-    sources = _parts(k, v, k_scales_in, v_scales_in, summary_in)
-    for source, pool in zip(sources, _parts(k_pages, v_pages, k_scales, v_scales, page_summary), strict=True):
+    sources = {
+        "k": k,
+        "v": v,
+        "k_scales_in": k_scales_in,
+        "v_scales_in": v_scales_in,
+        "summary_in": summary_in,
+    }
+    pools = _parts(k_pages, v_pages, k_scales, v_scales, page_summary)
+    checks.check_scatter_pages(page_ids, sources, pools)
+    for source, pool in zip(sources.values(), pools.values(), strict=True):
         if source is not None and pool is not None:
             pool[page_ids.long()] = source
 
 
 def _parts(
-    k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, summary: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    return k, v, k_scales, v_scales, summary
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    page_summary: Tensor | None,
+) -> dict[str, Tensor | None]:
+    return {
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "k_scales": k_scales,
+        "v_scales": v_scales,
+        "page_summary": page_summary,
+    }

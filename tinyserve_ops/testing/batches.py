@@ -88,17 +88,17 @@ class Batch:
 
     def take(self, sequences: Sequence[int]) -> Batch:
         """The same sequences in another order, or fewer of them; the pools are shared."""
-        tokens = [torch.arange(self.cu_query_lens[b], self.cu_query_lens[b + 1]) for b in sequences]
-        index = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.long)
+        slices = [self.new_tokens(b) for b in sequences]
+        index = torch.tensor([token for s in slices for token in range(s.start, s.stop)], dtype=torch.long)
         rows = torch.tensor(sequences, dtype=torch.long)
-        per_token = {
+        per_token: dict[str, Any] = {
             name: None if getattr(self, name) is None else getattr(self, name)[index]
             for name in ("q", "k", "v", "selected_pages", "num_selected")
         }
         return replace(
             self,
             **per_token,
-            cu_query_lens=_offsets([len(token) for token in tokens]),
+            cu_query_lens=_offsets([s.stop - s.start for s in slices]),
             seq_lens=self.seq_lens[rows],
             page_table=self.page_table[rows],
             page_budget=self.page_budget[rows],
@@ -189,7 +189,8 @@ def make_batch(
     num_tokens = sum(new_lens)
     k = normal(num_tokens, num_kv_heads, head_dim)
     v = normal(num_tokens, num_kv_heads, head_dim)
-    keys, values = [], []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     ends = _offsets(new_lens)[1:].tolist()
     for length, new, end in zip(lengths, new_lens, ends, strict=True):
         num_new = min(new, length)

@@ -1,0 +1,180 @@
+// Causal attention of a block of new tokens over the stored ones and over themselves: keys and values are
+// widened once into an fp32 tile that all queries of the block share, with an online softmax over the tiles.
+// Tiles begin at multiples of kPrefillTileTokens, so they do not depend on how a prompt is chunked.
+
+#include "cpu/kernels.h"
+#include "cpu/softmax_tile.h"
+
+namespace tinyserve::cpu::TINYSERVE_TARGET {
+namespace {
+
+using core::kMaxHeadDim;
+constexpr int64_t kTile = core::kPrefillTileTokens;
+constexpr int64_t kQueries = core::kPrefillQueries;
+
+struct Tile {
+  alignas(64) float k[kMaxHeadDim * kTile];  // channel-major [head_dim, kTile]
+  alignas(64) float v[kTile * kMaxHeadDim];  // [kTile, head_dim]
+};
+
+// What the queries of one block and kv head carry from tile to tile.
+struct QueryState {
+  alignas(64) float q[kQueries * kMaxHeadDim];    // scaled by sm_scale
+  alignas(64) float acc[kQueries * kMaxHeadDim];  // sum of exp(logit - max) * v
+  alignas(64) float logits[kHeadBlock * kTile];
+  float max[kQueries];
+  float sum[kQueries];
+};
+
+template <typename T>
+void widen_keys(const T* token, int64_t token_stride, int64_t channel_stride, int64_t count, int64_t head_dim,
+                float* tile) {
+  if (channel_stride == 1) {
+    float row[kMaxHeadDim];
+    for (int64_t t = 0; t < count; ++t) {
+      load_row(token + t * token_stride, head_dim, row);
+      for (int64_t d = 0; d < head_dim; ++d) tile[d * kTile + t] = row[d];
+    }
+  } else {
+    for (int64_t d = 0; d < head_dim; ++d) {
+      const T* channel = token + d * channel_stride;
+      for (int64_t t = 0; t < count; ++t) tile[d * kTile + t] = to_float(channel[t]);
+    }
+  }
+}
+
+// Fills the tile with positions [begin, end); logits of the slots behind them are masked by the caller.
+void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, int64_t head, int64_t begin,
+               int64_t end, Tile& tile) {
+  const int64_t head_dim = params.head_dim;
+  int64_t position = begin;
+  while (position < end && position < block.stored) {
+    const int64_t slot = position % params.page_size;
+    int64_t count = params.page_size - slot;
+    if (count > end - position) count = end - position;
+    if (count > block.stored - position) count = block.stored - position;
+    const int64_t page_id = block.page_table[position / params.page_size];
+    const int64_t t = position - begin;
+    dispatch_element(params.k_pages.type, [&](auto* tag) {
+      using T = std::remove_pointer_t<decltype(tag)>;
+      const core::PagePoolView& k = params.k_pages;
+      widen_keys(k.page<T>(page_id, head) + slot * k.token_stride, k.token_stride, k.channel_stride, count, head_dim,
+                 tile.k + t);
+      const T* value = params.v_pages.page<T>(page_id, head) + slot * params.v_pages.token_stride;
+      for (int64_t i = 0; i < count; ++i) {
+        load_row(value + i * params.v_pages.token_stride, head_dim, tile.v + (t + i) * head_dim);
+      }
+    });
+    position += count;
+  }
+  for (; position < end; ++position) {
+    const int64_t row = block.first_new_row + position - block.stored;
+    const int64_t t = position - begin;
+    float key[kMaxHeadDim];
+    load_row(params.k.data, params.k.type, row * params.k.token_stride + head * params.k.head_stride, head_dim, key);
+    for (int64_t d = 0; d < head_dim; ++d) tile.k[d * kTile + t] = key[d];
+    load_row(params.v.data, params.v.type, row * params.v.token_stride + head * params.v.head_stride, head_dim,
+             tile.v + t * head_dim);
+  }
+  const int64_t filled = end - begin;
+  for (int64_t d = 0; d < head_dim && filled < kTile; ++d) {
+    __builtin_memset(tile.k + d * kTile + filled, 0, static_cast<size_t>(kTile - filled) * sizeof(float));
+  }
+}
+
+// Adds a tile of `num_slots` slots (a multiple of kLanes) that begins at position `tile_begin` to kHeads
+// queries, the first of which is `query`. Queries of one row are neighbours.
+template <int kHeads>
+void attend_tile(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, const Tile& tile,
+                 int64_t tile_begin, int64_t num_tokens, int64_t query, QueryState& state) {
+  const int64_t head_dim = params.head_dim;
+  const int64_t first_position = block.first_position + query / params.group_size;
+  const int64_t last_position = block.first_position + (query + kHeads - 1) / params.group_size;
+  // Slots that no query of this pass sees need no logits.
+  int64_t end_slot = last_position + 1 - tile_begin;
+  if (end_slot > num_tokens) end_slot = num_tokens;
+  int64_t first_slot = params.window > 0 ? first_position + 1 - params.window - tile_begin : 0;
+  if (first_slot < 0) first_slot = 0;
+  if (first_slot >= end_slot) return;
+
+  const int64_t num_slots = round_up(end_slot);
+  channel_major_logits<kHeads>(state.q + query * head_dim, tile.k, kTile, num_slots, head_dim, state.logits, kTile);
+  for (int g = 0; g < kHeads; ++g) {
+    float* logits = state.logits + g * kTile;
+    const int64_t position = block.first_position + (query + g) / params.group_size;
+    const int64_t seen_end = position + 1 - tile_begin;
+    const int64_t seen_begin = params.window > 0 ? seen_end - params.window : 0;
+    for (int64_t t = 0; t < seen_begin && t < num_slots; ++t) logits[t] = kMinusInfinity;
+    for (int64_t t = seen_end < end_slot ? (seen_end > 0 ? seen_end : 0) : end_slot; t < num_slots; ++t) {
+      logits[t] = kMinusInfinity;
+    }
+    float* acc = state.acc + (query + g) * head_dim;
+    const float old_max = state.max[query + g];
+    const float tile_max = maximum(logits, num_slots);
+    const float new_max = tile_max > old_max ? tile_max : old_max;
+    if (new_max != old_max && old_max != kMinusInfinity) {
+      const float rescale = exp_nonpositive(old_max - new_max);
+      state.sum[query + g] *= rescale;
+      for (int64_t d = 0; d < head_dim; d += kLanes) store(acc + d, load(acc + d) * splat(rescale));
+    }
+    state.max[query + g] = new_max;
+    state.sum[query + g] += softmax_numerators(logits, num_slots, new_max);
+  }
+  accumulate_values<kHeads>(state.logits, kTile, tile.v, head_dim, first_slot, end_slot, head_dim,
+                            state.acc + query * head_dim);
+}
+
+void attend_block(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, int64_t head, Tile& tile,
+                  QueryState& state) {
+  const int64_t head_dim = params.head_dim;
+  const int64_t num_queries = block.num_rows * params.group_size;
+  const int64_t num_heads = params.num_kv_heads * params.group_size;
+  for (int64_t query = 0; query < num_queries; ++query) {
+    const int64_t row = block.first_row + query / params.group_size;
+    const int64_t query_head = head * params.group_size + query % params.group_size;
+    float* q = state.q + query * head_dim;
+    load_row(params.q.data, params.q.type, row * params.q.token_stride + query_head * params.q.head_stride, head_dim, q);
+    for (int64_t d = 0; d < head_dim; ++d) q[d] *= params.sm_scale;
+    state.max[query] = kMinusInfinity;
+    state.sum[query] = 0.0F;
+  }
+  __builtin_memset(state.acc, 0, static_cast<size_t>(num_queries * head_dim) * sizeof(float));
+
+  const int64_t end_position = block.first_position + block.num_rows;
+  int64_t first_key = params.window > 0 ? block.first_position + 1 - params.window : 0;
+  if (first_key < 0) first_key = 0;
+  for (int64_t begin = first_key / kTile * kTile; begin < end_position; begin += kTile) {
+    const int64_t end = begin + kTile < end_position ? begin + kTile : end_position;
+    // Positions before the window may have lost their pages: the tile starts at the first one in sight.
+    const int64_t load_begin = begin > first_key ? begin : first_key;
+    load_tile(params, block, head, load_begin, end, tile);
+    for_each_head_block(num_queries, [&](int64_t query, auto heads) {
+      attend_tile<decltype(heads)::value>(params, block, tile, load_begin, end - load_begin, query, state);
+    });
+  }
+
+  for (int64_t query = 0; query < num_queries; ++query) {
+    const int64_t row = block.first_row + query / params.group_size;
+    const int64_t result = row * num_heads + head * params.group_size + query % params.group_size;
+    const float sum = state.sum[query];
+    const float inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
+    dispatch_element(params.q.type, [&](auto* tag) {
+      auto* out = static_cast<decltype(tag)>(params.out) + result * head_dim;
+      for (int64_t d = 0; d < head_dim; ++d) from_float(state.acc[query * head_dim + d] * inverse, out[d]);
+    });
+    const float shift = state.max[query] == kMinusInfinity ? 0.0F : state.max[query];
+    params.lse[result] = sum == 0.0F ? kMinusInfinity : shift + __builtin_logf(sum);
+  }
+}
+
+}  // namespace
+
+void prefill_attention(const core::PrefillAttentionParams& params, int64_t begin, int64_t end) {
+  Tile tile;
+  QueryState state;
+  for (int64_t item = begin; item < end; ++item) {
+    attend_block(params, params.blocks[item / params.num_kv_heads], item % params.num_kv_heads, tile, state);
+  }
+}
+
+}  // namespace tinyserve::cpu::TINYSERVE_TARGET

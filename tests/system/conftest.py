@@ -1,0 +1,20 @@
+"""Runs the system tests on one thread: their tensors are tiny, and a thread pool makes them many times
+slower.
+
+Tests about threads set their own count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

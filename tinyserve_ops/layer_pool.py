@@ -1,0 +1,115 @@
+"""`LayerPool`: the tensors that hold the KV pages and page summaries of one layer.
+
+Allocated and never filled: a page costs physical memory once it is written. Growing replaces the tensors, so
+nobody keeps them across forwards (a compiled step does, and the pool does not grow meanwhile).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+from tinyserve_ops import scorers
+
+__all__ = ["LayerPool"]
+
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
+
+
+class LayerPool:
+    """K, V and summaries of one layer, by page id.
+
+    Attributes:
+        k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim]. On the CPU K is stored channel-major
+            (the token stride is 1), which turns q.K of a page into whole vectors of tokens; V and everything
+            on CUDA is token-major.
+        k_scales, v_scales: None, or fp32 [num_pages, num_kv_heads, page_size] beside integer pages.
+        page_summary: uint8 [num_pages, num_kv_heads, summary_bytes].
+        scorer: the scorer under the name the ops know it by.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        scorer: str,
+        channel_major: bool,
+    ) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.page_size = page_size
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = device
+        self.channel_major = channel_major
+        self.scorer = scorers.resolve(scorer, dtype)
+        self.summary_bytes = scorers.summary_bytes(scorer, head_dim, dtype)
+        self.k_scales: torch.Tensor | None = None
+        self.v_scales: torch.Tensor | None = None
+        self.k_pages, self.v_pages, self.page_summary = self._allocate(num_pages)
+
+    @property
+    def num_pages(self) -> int:
+        return self.v_pages.size(0)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token and one kv head."""
+        return 2 * self.head_dim * self.v_pages.element_size()
+
+    @property
+    def bytes_per_page(self) -> int:
+        """K, V and summary of one page, all heads."""
+        return self.num_kv_heads * (self.page_size * self.kv_bytes_per_token + self.summary_bytes)
+
+    def grow(self, num_pages: int, num_live: int) -> None:
+        """Reallocates for `num_pages` pages and copies the first `num_live` ones."""
+        old = (self.k_pages, self.v_pages, self.page_summary)
+        new = self._allocate(num_pages)
+        for source, target in zip(old, new, strict=True):
+            target[:num_live].copy_(source[:num_live])
+        self.k_pages, self.v_pages, self.page_summary = new
+
+    def _allocate(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Uninitialised on purpose: pages cost physical memory only once they are written. Outside inference
+        # mode, or a cache made under it could never be written from normal mode.
+        shape = (num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        with torch.inference_mode(False), torch.no_grad():
+            if self.channel_major:
+                k_storage = torch.empty(
+                    shape[0], shape[1], shape[3], shape[2], dtype=self.dtype, device=self.device
+                )
+            else:
+                k_storage = torch.empty(shape, dtype=self.dtype, device=self.device)
+            v_pages = torch.empty(shape, dtype=self.dtype, device=self.device)
+            summary_shape = (num_pages, self.num_kv_heads, self.summary_bytes)
+            page_summary = torch.empty(summary_shape, dtype=torch.uint8, device=self.device)
+            for tensor in (k_storage, v_pages, page_summary):
+                _ask_for_huge_pages(tensor)
+            k_pages = k_storage.transpose(2, 3) if self.channel_major else k_storage
+        return k_pages, v_pages, page_summary
+
+
+def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
+    """Asks Linux for 2 MiB memory pages under a large CPU tensor, against TLB misses. Best effort."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if (
+        tensor.device.type != "cpu"
+        or num_bytes < 2 * _HUGE_PAGE_BYTES
+        or not sys.platform.startswith("linux")
+    ):
+        return
+    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    length = (tensor.data_ptr() + num_bytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_MADV_HUGEPAGE))
+    except (OSError, AttributeError):
+        return

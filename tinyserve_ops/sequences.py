@@ -1,0 +1,72 @@
+"""What stands behind a sequence handle: one allocator sequence per layer group, its position, its pins.
+
+Invariant: a record holds exactly the references that `free` gives back.
+"""
+
+from __future__ import annotations
+
+from tinyserve_ops.pools import PagePool
+
+__all__ = ["SequenceRecord", "give_back"]
+
+
+class SequenceRecord:
+    """What a handle stands for.
+
+    `ids` are the allocator's sequences, one per layer group; `versions` the page-table versions that the kept
+    batch tables were last told about; `pins` the pages pinned, per group; `reserved` set while a compiled
+    step owns the sequence.
+    """
+
+    __slots__ = ("ids", "next_position", "pins", "reserved", "versions")
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.versions = [0] * len(ids)
+        self.next_position = 0
+        self.pins: list[list[list[int]]] = []
+        self.reserved = False
+
+    def fork(self, pool: PagePool) -> SequenceRecord:
+        """A record of new sequences that share the committed pages of these."""
+        ids = []
+        for group, sequence_id in zip(pool.groups, self.ids, strict=True):
+            ids.append(group.allocator.fork(sequence_id))
+            group.allocator.trim(ids[-1])
+        forked = SequenceRecord(ids)
+        forked.next_position = self.next_position
+        return forked
+
+    def pin(self, pool: PagePool) -> None:
+        """Pins every page the sequence has now."""
+        held = []
+        for group, sequence_id in zip(pool.groups, self.ids, strict=True):
+            page_ids = group.allocator.page_ids(sequence_id, 0).tolist()
+            for page_id in page_ids:
+                group.allocator.pin(page_id)
+            held.append(page_ids)
+        self.pins.append(held)
+
+    def unpin(self, pool: PagePool) -> None:
+        """Takes back the last `pin`."""
+        for group, page_ids in zip(pool.groups, self.pins.pop(), strict=True):
+            for page_id in page_ids:
+                group.allocator.unpin(page_id)
+
+    def unpin_all(self, pool: PagePool) -> None:
+        """Takes back all of them."""
+        while self.pins:
+            self.unpin(pool)
+
+    def free(self, pool: PagePool) -> None:
+        """Ends the sequences; the record is not used again."""
+        self.unpin_all(pool)
+        for group, sequence_id in zip(pool.groups, self.ids, strict=True):
+            group.allocator.free_sequence(sequence_id)
+
+
+def give_back(records: dict[int, SequenceRecord], pool: PagePool, cache_id: int) -> None:
+    """Frees everything a cache held, when it is closed or collected. Must not refer to the cache itself."""
+    pool.forget_cache(cache_id)
+    while records:
+        records.popitem()[1].free(pool)
