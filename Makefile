@@ -83,7 +83,7 @@ demo: build
 	@python -m tinyserve demo $(DEMO_ARGS)
 
 bench: build
-	@python -m tinyserve bench $(BENCH_ARGS)
+	@python benchmarks/bench_generate.py $(BENCH_ARGS)
 
 # ---- Tests and checks -----------------------------------------------------------------------------------------------
 

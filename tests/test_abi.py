@@ -38,8 +38,8 @@ def undefined(path: Path) -> list[str]:
 
 
 def built(name: str) -> Path:
-    """The newest file of that name: installed into the package or, where none is, in the build folder."""
-    found = [path for folder in (ROOT / "tinyserve_ops", BUILD_DIR) for path in folder.glob(name)]
+    """The file of that name in the build folder or, where there is none, in the package."""
+    found = [path for folder in (BUILD_DIR, ROOT / "tinyserve_ops") for path in folder.glob(name)]
     if not found:
         raise FileNotFoundError(f"{name} lies neither in tinyserve_ops nor in {BUILD_DIR}; run `make build`")
     return found[0]

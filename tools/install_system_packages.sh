@@ -43,9 +43,14 @@ if [[ " ${missing[*]} " == *" catch2 "* ]]; then
   if [[ ${ID:-} == debian && ${VERSION_ID:-} == 12 ]]; then
     release=(-t "$VERSION_CODENAME-backports")
     if ! grep -qrs "$VERSION_CODENAME-backports" /etc/apt/sources.list "$sources"; then
-      awk -v suite="$VERSION_CODENAME-backports" \
-        'BEGIN { RS = ""; ORS = "\n\n" } !done { sub(/Suites:[^\n]*/, "Suites: " suite); print; done = 1 }' \
-        "$sources/debian.sources" >"$sources/backports.sources"
+      if [[ -e $sources/debian.sources ]]; then
+        awk -v suite="$VERSION_CODENAME-backports" \
+          'BEGIN { RS = ""; ORS = "\n\n" } !done { sub(/Suites:[^\n]*/, "Suites: " suite); print; done = 1 }' \
+          "$sources/debian.sources" >"$sources/backports.sources"
+      else
+        grep -m 1 "^deb .* $VERSION_CODENAME " /etc/apt/sources.list |
+          sed "s/ $VERSION_CODENAME / $VERSION_CODENAME-backports /" >"$sources/backports.list"
+      fi
     fi
   fi
 fi

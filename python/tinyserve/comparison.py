@@ -54,7 +54,7 @@ class ModeResult:
 def compare(
     model: PreTrainedModel, prompt_ids: list[int], num_new_tokens: int, config: SparseConfig
 ) -> tuple[ModeResult, ModeResult]:
-    """Decodes exactly `num_new_tokens` greedy tokens with full and with sparse attention (returned in that order).
+    """Decodes exactly `num_new_tokens` greedy tokens with full and with sparse attention, in that order.
 
     It goes on past an end-of-text token, to time the same number of steps; the caller cuts the text.
 

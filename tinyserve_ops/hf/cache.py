@@ -24,7 +24,7 @@ from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.forward import ForwardBatch
 from tinyserve_ops.hf.padding import PadRuns, mask_from_4d
-from tinyserve_ops.hf.support import max_positions
+from tinyserve_ops.hf.support import cache_argument, max_positions, takes_argument, unwrap_model
 from tinyserve_ops.reserved import ReservedBatch
 from tinyserve_ops.stats import CacheStats
 
@@ -75,12 +75,12 @@ class TinyServeLayer(CacheLayerMixin):
         return self._cache().get_mask_sizes(query, 0)
 
     def get_max_length(self) -> int:
-        """-1: unbounded (transformers 5.13 and newer)."""
-        return -1
+        """As `TinyServeCache.get_max_length`."""
+        return self._cache().get_max_length()
 
     def get_max_cache_shape(self) -> int:
-        """-1: unbounded (transformers up to 5.12)."""
-        return -1
+        """As `get_max_length`, under its older name."""
+        return self._cache().get_max_length()
 
     def offload(self) -> None:
         """Nothing: pages stay where they are."""
@@ -124,6 +124,7 @@ class TinyServeCache(Cache):
         self._reserve_tokens: int | None = None
         self._reserved: ReservedBatch | None = None
         self._reserved_length: torch.Tensor | None = None
+        self._room_checked = False  # the coming step was counted by `step_inputs`
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
 
     # What transformers asks -------------------------------------------------------------------------------------------
@@ -158,12 +159,12 @@ class TinyServeCache(Cache):
         return length, MASK_SENTINEL if self.config._attn_implementation == ATTENTION_NAME else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: unbounded."""
-        return -1
+        """The reserved length, or -1: unbounded (transformers 5.13 and newer)."""
+        return -1 if self._reserve_tokens is None else self._reserve_tokens
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """-1: unbounded."""
-        return -1
+        """As `get_max_length`, under its older name."""
+        return self.get_max_length()
 
     @property
     def is_initialized(self) -> bool:
@@ -318,15 +319,35 @@ class TinyServeCache(Cache):
         self._reserve_tokens = max_tokens
         self._resume()
 
-    def check_room(self, num_steps: int = 1) -> None:
-        """For the caller of a compiled step, before it: counts the coming steps; eager steps count themselves.
+    def step_inputs(self, model: Any, tokens: torch.Tensor) -> dict[str, Any]:
+        """Keyword arguments of a reserved step, for `compiled(**cache.step_inputs(model, tokens))`: nothing in them depends on
+        the length in a way that makes the step compile again.
+
+        Args:
+            model: the enabled model (not its compiled form).
+            tokens: int64 [batch, 1].
 
         Raises:
-            OutOfPagesError: they don't fit into what was reserved. Nothing changed.
+            OutOfPagesError: the step doesn't fit into what was reserved. Nothing changed.
+            RuntimeError: nothing is reserved.
         """
-        if self._reserved is None:
-            raise RuntimeError("check_room: expected reserved decoding (reserve, then a prefill), got none")
-        self._reserved.check_room(num_steps)
+        if self._reserved is None or self._reserved_length is None:
+            raise RuntimeError("step_inputs: expected reserved decoding (reserve, and a prefill), got none")
+        if tuple(tokens.shape) != (len(self._seqs), 1):
+            raise ValueError(f"tokens: expected shape {[len(self._seqs), 1]}, got {list(tokens.shape)}")
+        if not self._room_checked:
+            self._reserved.check_room()
+        self._room_checked = True
+        inner = unwrap_model(model)
+        values = {
+            "input_ids": tokens,
+            "position_ids": self._reserved.next_positions.unsqueeze(1).clone(),
+            cache_argument(inner): self,
+            "use_cache": True,
+        }
+        if takes_argument(inner, "cache_position"):  # without it these versions make a tensor of a traced length
+            values["cache_position"] = self._reserved_length.unsqueeze(0).clone()
+        return values
 
     def release(self) -> None:
         """Ends `reserve`: lengths are read back and unused pages given back."""
@@ -346,7 +367,7 @@ class TinyServeCache(Cache):
         if self._reserved is not None:
             self._sync()
             self._reserved.release()
-            self._reserved = self._reserved_length = None
+            self._reserved, self._reserved_length, self._room_checked = None, None, False
 
     def _resume(self) -> None:
         """Reserves again after `_suspend`, where reserved decoding was asked for and there is something to decode."""
@@ -401,7 +422,9 @@ class TinyServeCache(Cache):
         reserved = self._reserved
         assert reserved is not None
         if layer_idx == 0 and not torch.compiler.is_compiling():
-            reserved.check_room()
+            if not self._room_checked:
+                reserved.check_room()
+            self._room_checked = False
         out = reserved.attend(layer_idx, query[:, :, 0], key[:, :, 0], value[:, :, 0], sm_scale, window)
         if layer_idx == self.num_layers - 1:
             reserved.advance()
@@ -418,6 +441,8 @@ class TinyServeCache(Cache):
         batch_size, _, num_new, _ = key.shape
         fresh = not self._seqs
         pads = PadRuns(batch_size) if fresh else self._pads
+        if self._reserve_tokens is not None and attention_mask is not None and attention_mask.dim() == 4:
+            attention_mask = attention_mask[..., : pads.length + num_new]  # OPT of 4.57 makes it as wide as the reservation
         valid = _new_tokens(attention_mask, pads, num_new)
         if self._reserve_tokens is not None and pads.length + num_new > self._reserve_tokens:
             raise OutOfPagesError(

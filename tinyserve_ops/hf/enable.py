@@ -20,8 +20,7 @@ from transformers.cache_utils import Cache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.hf.attention import register, reset_dense_warning
 from tinyserve_ops.hf.cache import ATTENTION_NAME, TinyServeCache
-from tinyserve_ops.hf.packed import cache_argument
-from tinyserve_ops.hf.support import check_model, check_positions, max_positions, unwrap_model
+from tinyserve_ops.hf.support import cache_argument, check_model, check_positions, max_positions, unwrap_model
 from tinyserve_ops.stats import CacheStats
 
 __all__ = ["Handle", "disable", "enable"]
@@ -186,7 +185,8 @@ def _remove_hook_when_unused() -> None:
     global _original_prepare
     with _lock:
         current = GenerationMixin._prepare_cache_for_generation
-        if not len(_handles) and _original_prepare is not None and current is _prepare_cache:
+        anyone = any(ref() is not None for ref in _handles.keyrefs())  # a dying model may still be listed
+        if not anyone and _original_prepare is not None and current is _prepare_cache:
             GenerationMixin._prepare_cache_for_generation = _original_prepare
             _original_prepare = None
 

@@ -7,7 +7,6 @@ commits after the last layer, and is dropped by the next `inputs` when the model
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,14 +18,9 @@ from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.forward import ForwardBatch
 from tinyserve_ops.hf.cache import ATTENTION_NAME, MASK_SENTINEL, TinyServeLayer
-from tinyserve_ops.hf.support import check_positions, max_positions, unwrap_model
+from tinyserve_ops.hf.support import cache_argument, check_positions, max_positions, takes_argument, unwrap_model
 
-__all__ = ["PackedBatch", "cache_argument", "new_paged_cache"]
-
-
-def cache_argument(model: Any) -> str:
-    """Name of the cache argument of a model's forward: "cache" from transformers 5.24 on, "past_key_values" before."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+__all__ = ["PackedBatch", "new_paged_cache"]
 
 
 def new_paged_cache(model: Any, sparse: SparseConfig | None = None, *, max_tokens: int | None = None) -> PagedKVCache:
@@ -74,7 +68,7 @@ class PackedBatch(Cache):
             raise ValueError(f"kv: expected {self.num_layers} layers, the model's, got {kv.num_layers}")
         self.batch: ForwardBatch | None = None
         self._cache_argument = cache_argument(inner)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
+        self._keeps_logits = takes_argument(inner, "logits_to_keep")
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
 
     def inputs(self, rows: Iterable[tuple[int, Sequence[int]]]) -> dict[str, Any]:

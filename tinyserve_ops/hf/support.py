@@ -6,12 +6,21 @@ patched. Refusing late (inside a forward) is left for what only a forward can sh
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-__all__ = ["attention_scale", "check_model", "check_positions", "max_positions", "unwrap_model"]
+__all__ = [
+    "attention_scale",
+    "cache_argument",
+    "check_model",
+    "check_positions",
+    "max_positions",
+    "takes_argument",
+    "unwrap_model",
+]
 
 # Layer types of a transformers config that mean plain softmax attention over earlier tokens, windowed or not.
 _SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -34,6 +43,16 @@ def unwrap_model(model: Any) -> PreTrainedModel:
         else:
             raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
     return inner
+
+
+def takes_argument(model: Any, name: str) -> bool:
+    """Whether a model's forward has this argument."""
+    return name in inspect.signature(model.forward).parameters
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the cache argument of a model's forward: "cache" from transformers 5.24 on, "past_key_values" before."""
+    return "cache" if takes_argument(model, "cache") else "past_key_values"
 
 
 def check_model(model: PreTrainedModel) -> None:
