@@ -92,7 +92,7 @@ test: test-cpp test-python
 test-cpp: $(VENV)/.catch2 build
 	@echo "Building the C++ tests ..."
 	@export CMAKE_ARGS="$$CMAKE_ARGS -DTINYSERVE_BUILD_TESTS=ON"; $(BUILD_NATIVE)
-	ctest --test-dir $(BUILD) --output-on-failure -j 2 --progress
+	ctest --test-dir $(BUILD) --output-on-failure -j 2 $(if $(TTY),--progress)
 
 test-python: $(VENV)/.dev build
 	python -m pytest $(PYTEST_ARGS)

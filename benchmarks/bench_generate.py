@@ -117,12 +117,12 @@ def our_variant(
 def run_point(
     model: PreTrainedModel, token_ids: list[int], budgets: Sequence[int], num_steps: int, num_warmup: int
 ) -> list[tuple[Variant, dict[str, Any]]]:
-    """One context length and dtype: builds the variants, interleaves their steps, checks them."""
+    """One dtype and context: builds the variants, interleaves their steps, checks them."""
     context, room = len(token_ids), num_steps + num_warmup
     prefilled = DynamicCache(config=model.config)
     source = Decoder(model, prefilled)
     source.prefill(token_ids, f"{context} tokens, {model.dtype}: prefill")
-    token_id = source.token_ids[0]
+    next_id = source.next_id
     everything = tinyserve_ops.SparseConfig(token_budget=64 * (-(-(context + room) // 64)))
     variants = [
         dynamic_variant(model, prefilled, context),
@@ -137,8 +137,9 @@ def run_point(
         # The default variant chooses the token for all, so all do the same work; the order rotates.
         order = variants[step % len(variants) :] + variants[: step % len(variants)]
         for variant in order:
-            variant.decoder.step(token_id)
-        token_id = variants[0].decoder.token_ids[-1]
+            variant.decoder.next_id = next_id
+            variant.decoder.step()
+        next_id = variants[0].decoder.next_id
     results = [(variant, variant.check(room)) for variant in variants]
     for variant in variants:
         del variant.decoder.step_seconds[:num_warmup]
@@ -217,8 +218,14 @@ def main() -> int:
         model, tokenizer = load_model(folder, getattr(torch, dtype))
         for context in options.context:
             prompt = build_prompt(tokenizer, text, needle, num_tokens=context, depth=0.2, seed=options.seed)
-            with torch.inference_mode():
-                results = run_point(model, prompt.token_ids, options.budget, options.steps, options.warmup)
+            try:
+                with torch.inference_mode():
+                    results = run_point(
+                        model, prompt.token_ids, options.budget, options.steps, options.warmup
+                    )
+            except WrongPath as error:
+                print(f"bench_generate: wrong path measured: {error}", file=sys.stderr)
+                return 1
             for variant, read in results:
                 record = {
                     "benchmark": "generate",

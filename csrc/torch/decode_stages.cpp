@@ -12,7 +12,16 @@ namespace {
 // Partial results of one block of rows stay below this, however many rows an op is given.
 constexpr int64_t kMaxPartialFloats = 4 << 20;
 
+// Pages that make it worth waking another thread: a few microseconds of work.
+constexpr int64_t kScoredPagesPerThread = 256;
+constexpr int64_t kAttendedPagesPerThread = 16;
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Work items a thread takes at least, when each covers up to `pages_per_item` pages.
+constexpr int64_t grain_of(int64_t pages_per_thread, int64_t pages_per_item) {
+  return std::max<int64_t>(1, pages_per_thread / std::max<int64_t>(1, pages_per_item));
+}
 
 }  // namespace
 
@@ -43,12 +52,13 @@ void run_score_pages(core::ScorePagesParams params, const Batch& batch) {
   const int64_t num_rows = static_cast<int64_t>(batch.rows.size());
   params.rows = batch.rows.data();
   params.max_chunks = ceil_div(batch.max_visible_pages, core::kScoreChunkPages);
-  run(cpu::kernels().score_pages, params, num_rows * params.num_kv_heads * params.max_chunks);
+  run(cpu::kernels().score_pages, params, num_rows * params.num_kv_heads * params.max_chunks,
+      grain_of(kScoredPagesPerThread, batch.max_visible_pages));
 }
 
 void run_select_pages(const core::SelectPagesParams& params, const Batch& batch) {
   run(cpu::kernels().select_pages, params, static_cast<int64_t>(batch.rows.size()) * params.num_kv_heads,
-      /*grain=*/2);
+      grain_of(kScoredPagesPerThread, batch.max_visible_pages));
 }
 
 void run_attend_pages(core::AttendPagesParams params, const Batch& batch, int64_t max_list_pages) {
@@ -72,7 +82,8 @@ void run_attend_pages(core::AttendPagesParams params, const Batch& batch, int64_
       params.num_selected = all.num_selected + first * params.num_kv_heads;
     }
     if (all.page_lse != nullptr) params.page_lse = all.page_lse + first * num_heads * params.list_width;
-    run(cpu::kernels().attend_pages, params, rows * params.num_kv_heads * params.max_chunks);
+    run(cpu::kernels().attend_pages, params, rows * params.num_kv_heads * params.max_chunks,
+        grain_of(kAttendedPagesPerThread, max_list_pages));
     run(cpu::kernels().merge_chunks, params, rows * params.num_kv_heads, /*grain=*/4);
   }
 }

@@ -12,9 +12,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tinyserve.errors import SetupError, UsageError
+from tinyserve.needles import DEFAULT_KEY
+
+_DEFAULT_BUDGET = 512
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -55,48 +58,28 @@ def _add_demo(commands: argparse._SubParsersAction[_OneLineParser]) -> None:
         help="full against sparse attention on a real model and a real text",
         description="Hides a fact in a play, asks for it with full and with sparse attention, and compares "
         "answers, time and memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument(
-        "--context", type=_integer(1), default=3072, metavar="TOKENS", help="length of the prompt"
-    )
+
+    def add(name: str, help: str, **settings: Any) -> None:
+        demo.add_argument(name, help=f"{help} (%(default)s)" if "default" in settings else help, **settings)
+
+    add("--context", "length of the prompt", type=_integer(1), default=3072, metavar="TOKENS")
     budget = demo.add_mutually_exclusive_group()
-    budget.add_argument(
-        "--budget", type=_integer(1), metavar="TOKENS", help="tokens a decode step may read per kv head (512)"
-    )
-    budget.add_argument(
-        "--keep-ratio", type=float, metavar="SHARE", help="share of the pages kept instead, 0 to 1"
-    )
-    demo.add_argument("--page-size", type=_integer(1), default=16, metavar="TOKENS", help="tokens of a page")
-    demo.add_argument("--scorer", default="bounds", metavar="NAME", help="how pages are ranked")
-    demo.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="a Hugging Face model folder instead of SmolLM2"
-    )
-    demo.add_argument(
-        "--depth", type=_share, default=0.2, metavar="SHARE", help="where in the text the fact hides, 0 to 1"
-    )
-    demo.add_argument("--key", default="48213", metavar="TEXT", help="the fact: letters or digits")
-    demo.add_argument(
-        "--seed",
-        type=_integer(0),
-        default=0,
-        metavar="N",
-        help="picks the excerpt and what the key belongs to",
-    )
-    demo.add_argument(
-        "--new-tokens", type=_integer(2), default=32, metavar="N", help="tokens to decode on each side"
-    )
-    demo.add_argument("--threads", type=_integer(1), metavar="N", help="CPU threads (torch decides)")
-    demo.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and KV"
-    )
-    demo.add_argument(
-        "--output",
-        type=Path,
-        default=Path("tinyserve-demo.png"),
-        metavar="PNG",
-        help="the picture; numbers go beside it as .json",
-    )
+    text = f"tokens a decode step may read per layer and kv head ({_DEFAULT_BUDGET})"
+    budget.add_argument("--budget", help=text, type=_integer(1), metavar="TOKENS")
+    text = "share of the pages it may read instead, 0 to 1"
+    budget.add_argument("--keep-ratio", help=text, type=float, metavar="SHARE")
+    add("--page-size", "tokens of a page", type=_integer(1), default=16, metavar="TOKENS")
+    add("--scorer", "how pages are ranked", default="bounds", metavar="NAME")
+    add("--model", "a Hugging Face model folder in place of SmolLM2", type=Path, metavar="FOLDER")
+    add("--depth", "where in the text the fact hides, 0 to 1", type=_share, default=0.2, metavar="SHARE")
+    add("--key", "the fact: letters or digits", default=DEFAULT_KEY, metavar="TEXT")
+    add("--seed", "picks the excerpt and what the key belongs to", type=_integer(0), default=0, metavar="N")
+    add("--new-tokens", "tokens to decode on each side", type=_integer(2), default=32, metavar="N")
+    add("--threads", "CPU threads (torch's choice)", type=_integer(1), metavar="N")
+    add("--dtype", "of weights and KV", choices=("float32", "bfloat16", "float16"), default="float32")
+    text = "the picture; all numbers go beside it as .json"
+    add("--output", text, type=Path, default=Path("tinyserve-demo.png"), metavar="PNG")
     demo.set_defaults(run=_run_demo)
 
 
@@ -104,6 +87,8 @@ def _run_demo(options: argparse.Namespace) -> None:
     from tinyserve.demo import DemoOptions, run_demo
 
     chosen = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    if options.budget is None and options.keep_ratio is None:
+        chosen["budget"] = _DEFAULT_BUDGET
     # Everything comes from disk; this keeps the libraries from asking the network for what is not there.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     run_demo(DemoOptions(**chosen))

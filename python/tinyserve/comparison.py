@@ -80,8 +80,8 @@ def compare(
         full.prefill(prompt_ids, "full attention: prefill")
         sparse.prefill(prompt_ids, "sparse attention: prefill")
         sparse.cache.kv.reset_stats()
-        steps = num_new_tokens - 1
-        for step_idx in bar("both in turn: decode", total=steps, unit=" tokens", items=range(steps)):
+        steps = range(num_new_tokens - 1)  # the first token came out of the prefill
+        for step_idx in bar("both in turn: decode", total=len(steps), unit=" tokens", items=steps):
             for side in (full, sparse) if step_idx % 2 == 0 else (sparse, full):
                 side.step()
         return _full_result(full), _sparse_result(sparse, config)

@@ -24,8 +24,11 @@ PREFILL_CHUNK = 256  # tokens; as fast as one piece on a CPU, and the bar moves
 class Decoder:
     """One model with one cache, decoding greedily; the caller holds `torch.inference_mode()`.
 
+    As in `generate`, the first new token comes out of the prefill, the others out of single-token steps.
+
     Attributes:
-        token_ids: the new tokens; the first one comes out of the prefill.
+        next_id: the newest token, which the next step feeds in.
+        token_ids: the new tokens so far.
         prefill_seconds: 0 before the prefill.
         step_seconds: `step_seconds[i]` is the forward that chose `token_ids[i + 1]`.
     """
@@ -33,6 +36,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, cache: Any) -> None:
         self.model = model
         self.cache = cache
+        self.next_id: int | None = None
         self.token_ids: list[int] = []
         self.prefill_seconds = 0.0
         self.step_seconds: list[float] = []
@@ -54,16 +58,19 @@ class Decoder:
                 logits = self.model(chunk, **self._kwargs).logits
                 progress.update(chunk.size(1))
         assert logits is not None
-        self.token_ids.append(int(logits[0, -1].argmax()))
+        self._choose(logits)
         self.prefill_seconds = time.perf_counter() - started
 
-    def step(self, token_id: int | None = None) -> None:
-        """One forward of `token_id` (default: the newest token), and the choice of the next token."""
-        ids = torch.tensor([[self.token_ids[-1] if token_id is None else token_id]])
+    def step(self) -> None:
+        """One forward of `next_id`, and the choice of the token after it."""
+        ids = torch.tensor([[self.next_id]])
         started = time.perf_counter()
-        logits = self.model(ids, **self._kwargs).logits
-        self.token_ids.append(int(logits[0, -1].argmax()))
+        self._choose(self.model(ids, **self._kwargs).logits)
         self.step_seconds.append(time.perf_counter() - started)
+
+    def _choose(self, logits: torch.Tensor) -> None:
+        self.next_id = int(logits[0, -1].argmax())
+        self.token_ids.append(self.next_id)
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:

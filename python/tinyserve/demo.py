@@ -7,6 +7,7 @@ Whatever comes out is printed: a key the sparse side loses is reported as lost.
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import textwrap
 import time
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from tinyserve.comparison import ModeResult
     from tinyserve.results import Answer
     from tinyserve_ops import SparseConfig
-
-DEFAULT_BUDGET = 512
 
 
 @dataclass(frozen=True)
@@ -81,18 +80,24 @@ def run_demo(options: DemoOptions) -> None:
     answers = (_answer(full, prompt, tokenizer), _answer(sparse, prompt, tokenizer))
 
     width = min(120, shutil.get_terminal_size((100, 24)).columns)
-    print("\n" + side_by_side([full.title, sparse.title], [answer.text for answer in answers], width))
+    texts = [needle.answer_start + " " + re.sub(r"\n+", "\n", answer.text) for answer in answers]
+    print("\n" + side_by_side([full.title, sparse.title], texts, width))
     print("\n" + summary(full, sparse, (answers[0].found, answers[1].found), peak_bytes()))
     for note in _notes(options, sparse, answers):
         print("\n" + textwrap.fill(note, width))
     print()
     if sparse.sparse_engaged:
-        # The token that ended the answer belongs to the picture: a step read the context to choose it.
-        tokens = [tokenizer.decode([token]) for token in sparse.token_ids[: len(answers[1].token_ids) + 1]]
+        tokens = [tokenizer.decode([token]) for token in sparse.token_ids]
         save_picture(
-            options.output, sparse, answers[1], prompt, model_name=model_name,
-            num_layers=model.config.num_hidden_layers, page_size=options.page_size, tokens=tokens,
-        )  # fmt: skip
+            options.output,
+            sparse,
+            answers[1],
+            prompt,
+            model_name=model_name,
+            num_layers=model.config.num_hidden_layers,
+            page_size=options.page_size,
+            tokens=tokens,
+        )
         print(f"picture  {options.output.resolve()}")
     numbers = options.output.with_suffix(".json")
     save_numbers(numbers, vars(options), prompt, (full, sparse), answers, _environment())
@@ -108,10 +113,9 @@ def _sparse_config(options: DemoOptions) -> SparseConfig:
         raise SetupError(
             f"cannot import tinyserve_ops (built with pip install -e . --no-build-isolation?): {error}"
         ) from error
-    budget = DEFAULT_BUDGET if options.budget is None and options.keep_ratio is None else options.budget
     try:
         return SparseConfig(
-            token_budget=budget,
+            token_budget=options.budget,
             keep_ratio=options.keep_ratio,
             page_size=options.page_size,
             scorer=options.scorer,
@@ -147,7 +151,7 @@ def _opening(options: DemoOptions, model: PreTrainedModel, model_name: str, prom
         f"{torch.get_num_threads()} threads\n"
         f"prompt   {len(prompt.token_ids)} tokens of {play} (seed {options.seed})\n"
         f"hidden   {prompt.needle.sentence}   (at {where:.0%} of the prompt)\n"
-        f"asked    {prompt.needle.question}"
+        f"asked    {prompt.needle.question}   {prompt.needle.answer_start} ..."
     )
 
 

@@ -94,6 +94,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
     if not (folder / "config.json").is_file():
         raise UsageError(f"--model: expected a folder with config.json, got {folder}")
     transformers_logging.disable_progress_bar()  # one second of work; our own bars are enough
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # what goes wrong comes as an exception
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -103,4 +104,6 @@ def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"--model: cannot load a causal language model from {folder}: {reason}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     return model.eval(), tokenizer

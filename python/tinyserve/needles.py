@@ -1,8 +1,9 @@
 """A fact hidden in a long text, and the prompt that asks for it.
 
 A `Needle` is a key (a number by default) in a sentence that has nothing to do with the play. `build_prompt`
-makes a chat prompt of an exact number of tokens with that sentence at a given depth; where it ended up is
-part of the result, so the page-selection map can mark it. The same arguments always give the same prompt.
+makes a chat prompt of an exact number of tokens with that sentence at a given depth, and with the start of
+the answer at its end, as retrieval tests for small models do: what counts is finding the key, not the art of
+answering. The same arguments always give the same prompt.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Needle:
     @property
     def question(self) -> str:
         return f"What is the pass key of the {self.thing}?"
+
+    @property
+    def answer_start(self) -> str:
+        return f"The pass key of the {self.thing} is"
 
 
 @dataclass(frozen=True)
@@ -118,12 +123,11 @@ def _around_text(tokenizer: PreTrainedTokenizerBase, needle: Needle) -> tuple[li
         messages = [{"role": "user", "content": message}]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         head, tail = str(rendered).split(_MARK)
-        return _encode(tokenizer, head), _encode(tokenizer, tail)
+        return _encode(tokenizer, head), _encode(tokenizer, tail + needle.answer_start)
     head, tail = message.split(_MARK)
-    answer = f" The pass key of the {needle.thing} is"
     # Without a chat template the tokenizer adds what its model expects at the start (a BOS token, or
     # nothing).
-    return list(tokenizer.encode(head)), _encode(tokenizer, tail + answer)
+    return list(tokenizer.encode(head)), _encode(tokenizer, f"{tail} {needle.answer_start}")
 
 
 def _excerpt(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, seed: int) -> list[list[int]]:

@@ -37,9 +37,9 @@ def save_picture(
     """Draws the steps that produced the answer (the ones after it were decoded for timing only).
 
     Args:
-        tokens: text of each token of the answer and of the one that ended it.
+        tokens: text of each token decoded.
     """
-    # Step i reads the context to produce token i + 1; the first token came out of the prefill.
+    # Step i reads the context to choose token i + 1, up to the one that ends the answer.
     num_steps = max(1, min(len(answer.token_ids), len(result.selection_history)))
     counts = count_selection(result.selection_history[:num_steps], num_layers)
     outcome = "found" if answer.found else "NOT found"

@@ -1,7 +1,8 @@
-"""Tiny random models of the seven families, and greedy comparison that counts near-ties instead of hiding them.
+"""Tiny random models of the seven families, and greedy comparison that counts near-ties instead of hiding
+them.
 
-Weights are spread (times three) so that random models rarely produce near-ties; the ones left are recognised by the reference's own
-two best logits.
+Weights are spread (times three) so that random models rarely produce near-ties; the ones left are recognised
+by the reference's own two best logits.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def family_config(name: str, **changes: Any) -> Any:
         return LlamaConfig(**{**_COMMON, "num_key_value_heads": 2, **changes})
     if name == "opt":
         sizes = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-        return OPTConfig(**{**_IDS, **sizes, "word_embed_proj_dim": 64, "max_position_embeddings": 512, **changes})
+        return OPTConfig(
+            **{**_IDS, **sizes, "word_embed_proj_dim": 64, "max_position_embeddings": 512, **changes}
+        )
     if name == "qwen2":
         return Qwen2Config(**{**_COMMON, "num_key_value_heads": 2, **changes})
     if name == "qwen3":  # head_dim is not hidden_size / num_attention_heads
@@ -62,7 +65,9 @@ def family_config(name: str, **changes: Any) -> Any:
     if name == "gemma3":
         layers = ["sliding_attention", "full_attention", "sliding_attention"]
         own = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 32}
-        return Gemma3TextConfig(**{**_COMMON, **own, "layer_types": layers, "query_pre_attn_scalar": 16, **changes})
+        return Gemma3TextConfig(
+            **{**_COMMON, **own, "layer_types": layers, "query_pre_attn_scalar": 16, **changes}
+        )
     raise ValueError(f"name: expected one of {FAMILIES}, got {name!r}")
 
 
@@ -102,7 +107,9 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def greedy(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, new: int = 24, **keywords: Any) -> torch.Tensor:
+def greedy(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, new: int = 24, **keywords: Any
+) -> torch.Tensor:
     """Greedy continuation by `new` tokens."""
     mask = torch.ones_like(ids) if mask is None else mask
     return model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new, **keywords)
@@ -117,8 +124,12 @@ class Comparison:
     different: int
 
 
-def compare_greedy(reference: Any, expected: torch.Tensor, got: torch.Tensor, mask: torch.Tensor | None) -> Comparison:
-    """Compares greedy outputs; a first difference counts as near-tie when the reference's two best logits lie within 1e-4."""
+def compare_greedy(
+    reference: Any, expected: torch.Tensor, got: torch.Tensor, mask: torch.Tensor | None
+) -> Comparison:
+    """Compares greedy outputs; a first difference counts as near-tie when the reference's two best logits lie
+    within 1e-4.
+    """
     result = Comparison(expected.size(0), 0, 0)
     for row in range(expected.size(0)):
         if torch.equal(expected[row], got[row]):
@@ -134,3 +145,15 @@ def compare_greedy(reference: Any, expected: torch.Tensor, got: torch.Tensor, ma
         else:
             result.different += 1
     return result
+
+
+def forward(
+    model: Any, ids: torch.Tensor, cache: Any = None, mask: torch.Tensor | None = None, **keywords: Any
+) -> torch.Tensor:
+    """Logits; position ids count real tokens."""
+    if mask is not None and mask.dim() == 2 and "position_ids" not in keywords:
+        keywords["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.size(1) :]
+    if cache is not None:
+        keywords[cache_argument(model)] = cache
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **keywords).logits

@@ -1,7 +1,7 @@
 """The notebooks under `examples/` run top to bottom in a kernel of their own, offline, on tiny random models.
 
-What a notebook prints about itself (tokens equal to full attention) is looked at, too. In the repository they lie without
-outputs: a diff then shows code, and nobody reads numbers of another machine.
+What a notebook prints about itself (tokens equal to full attention) is looked at, too. In the repository they
+lie without outputs: a diff then shows code, and nobody reads numbers of another machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_a_notebook_lies_in_the_repository_without_outputs(path: Path) -> None:
 
 
 def run(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Executes a notebook in `folder`; returns what it printed. A cell that raises fails the test with its traceback."""
+    """Executes a notebook in `folder`; returns what it printed. A cell that raises fails the test."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR"):
         monkeypatch.setenv(name, str(folder / name.lower()))
     # The kernel imports the very library that the tests do.

@@ -1,7 +1,8 @@
 """A reserved decode step compiles into one graph and gives what the eager step gives.
 
-The step is the whole model with its cache; only single-token forwards are compiled. The limit of OPT: before transformers 5 its own
-code makes a mask whose shape depends on the length, and its compiled step breaks there into several graphs (last test).
+The step is the whole model with its cache; only single-token forwards are compiled. The limit of OPT: before
+transformers 5 its own code makes a mask whose shape depends on the length, and its compiled step breaks there
+into several graphs (last test).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def prefilled(model: Any, handle: Any, length: int, reserve: int | None, mask: torch.Tensor | None = None) -> Any:
+def prefilled(
+    model: Any, handle: Any, length: int, reserve: int | None, mask: torch.Tensor | None = None
+) -> Any:
     """A cache with `length` tokens of two rows in it."""
     cache = handle.new_cache(max_tokens=512)
     ids = tokens(2, length)
@@ -81,7 +84,9 @@ def test_padding_of_the_prefill_is_kept_by_reserved_steps() -> None:
         longer = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
         expected = model(token, attention_mask=longer, position_ids=positions, **{name: eager}).logits
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        got = compiled(**reserved.step_inputs(model, token)).logits  # positions follow the real tokens of each row
+        got = compiled(
+            **reserved.step_inputs(model, token)
+        ).logits  # positions follow the real tokens of each row
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
         reserved.release()
         assert reserved.stored_lengths() == eager.stored_lengths() == [14, 21]
@@ -91,7 +96,9 @@ def test_generate_compiles_its_own_decode_steps_over_a_reserved_cache() -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
     ids = tokens(2, 20)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
-    compile_config = transformers.CompileConfig(fullgraph=True, dynamic=False, mode="default", backend="aot_eager")
+    compile_config = transformers.CompileConfig(
+        fullgraph=True, dynamic=False, mode="default", backend="aot_eager"
+    )
     compile_config._compile_all_devices = True
     with tinyserve_ops.enable(model, token_budget=512) as handle:
         cache = handle.new_cache()
@@ -132,7 +139,9 @@ def test_opt_compiles_with_the_inputs_that_the_cache_gives() -> None:
     with tinyserve_ops.enable(model, **SPARSE) as handle, torch.no_grad():
         eager, reserved = prefilled(model, handle, 16, None), prefilled(model, handle, 16, 64)
         expected = step_logits(model, name, eager, token, 16)
-        torch.testing.assert_close(step_logits(model, name, reserved, token, 16), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            step_logits(model, name, reserved, token, 16), expected, atol=1e-5, rtol=1e-5
+        )
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         expected = step_logits(model, name, eager, token, 17)
         got = compiled(**reserved.step_inputs(model, token)).logits

@@ -1,7 +1,9 @@
-"""With a budget that covers everything, an enabled model says what the unpatched model says: seven families, every way to decode.
+"""With a budget that covers everything, an enabled model says what the unpatched model says: seven families,
+every way to decode.
 
-Each cell also asserts how many attention calls went through page selection, so a silent fall-back to dense attention can't pass.
-The table of all cells goes to `build/reports/`, as JSON for this transformers version and as Markdown over all versions run so far.
+Each cell also asserts how many attention calls went through page selection, so a silent fall-back to dense
+attention can't pass. The table of all cells goes to `build/reports/`, as JSON for this transformers version
+and as Markdown over all versions run so far.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ from tinyserve_ops.hf import Handle, PackedBatch, new_paged_cache  # noqa: E402
 
 REPORTS = Path(__file__).resolve().parents[2] / "build" / "reports"
 PROMPT, NEW = 70, 12  # longer than both sliding windows (40 and 32), and than four pages
-COVERS_ALL = {"token_budget": 1024, "dense_layers": 1}  # one dense layer, so that both kinds of single-token steps are seen
+COVERS_ALL = {
+    "token_budget": 1024,
+    "dense_layers": 1,
+}  # one dense layer, so that both kinds of single-token steps are seen
 STEPS = NEW - 1  # single-token forwards of a greedy run
 
 
@@ -57,7 +62,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
     names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", padding_side="left", model_input_names=names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="t0", padding_side="left", model_input_names=names
+    )
 
 
 def text_of(ids: torch.Tensor) -> str:
@@ -70,7 +77,9 @@ def ids_of(text: str) -> torch.Tensor:
 
 @dataclass
 class Cell:
-    """What one feature gave on both models, and the sparse steps it must have taken per selecting layer (None: any number)."""
+    """What one feature gave on both models, and the sparse steps it must have taken per selecting layer
+    (None: any number).
+    """
 
     expected: torch.Tensor
     got: torch.Tensor
@@ -96,7 +105,9 @@ def batch_of_three() -> tuple[torch.Tensor, torch.Tensor]:
     return left_padded(tokens(3, PROMPT), [37, 5, 0])
 
 
-def both(family: str, handle: Handle, ids: torch.Tensor, mask: torch.Tensor | None = None, **keywords: Any) -> Any:
+def both(
+    family: str, handle: Handle, ids: torch.Tensor, mask: torch.Tensor | None = None, **keywords: Any
+) -> Any:
     reference = models(family)[0]
     expected = greedy(reference, ids, mask, NEW, **keywords)
     return expected, greedy(handle.model, ids, mask, NEW, **keywords)
@@ -150,7 +161,9 @@ def _prompt_lookup(family: str, handle: Handle) -> Cell:
 def _chunked_prefill(family: str, handle: Handle) -> Cell:
     ids = tokens(1, PROMPT)
     expected = greedy(models(family)[0], ids, None, NEW)  # some versions can't chunk the unpatched model
-    last_token_alone = transformers.__version__.startswith("4.")  # there the prompt's last token is a step of its own
+    last_token_alone = transformers.__version__.startswith(
+        "4."
+    )  # there the prompt's last token is a step of its own
     got = greedy(handle.model, ids, None, NEW, prefill_chunk_size=32)
     return Cell(expected, got, STEPS + last_token_alone)
 
@@ -160,7 +173,9 @@ def _continued_chat(family: str, handle: Handle) -> Cell:
     cache = {cache_argument(handle.model): handle.new_cache()}
     first = greedy(handle.model, tokens(1, PROMPT), None, NEW, **cache)
     ids = torch.cat([first, tokens(1, 9, seed=4)], dim=1)
-    return Cell(greedy(models(family)[0], ids, None, NEW), greedy(handle.model, ids, None, NEW, **cache), 2 * STEPS)
+    return Cell(
+        greedy(models(family)[0], ids, None, NEW), greedy(handle.model, ids, None, NEW, **cache), 2 * STEPS
+    )
 
 
 @feature("continued chat, left padding")
@@ -179,7 +194,12 @@ def _dynamic_cache(family: str, handle: Handle) -> Cell:
     ids, mask = batch_of_three()
     reference, name = models(family)[0], cache_argument(handle.model)
     expected = greedy(reference, ids, mask, NEW, **{name: DynamicCache(config=reference.config)})
-    return Cell(expected, greedy(handle.model, ids, mask, NEW, **{name: DynamicCache(config=handle.model.config)}), 0, mask)
+    return Cell(
+        expected,
+        greedy(handle.model, ids, mask, NEW, **{name: DynamicCache(config=handle.model.config)}),
+        0,
+        mask,
+    )
 
 
 @feature("static cache")
@@ -229,7 +249,9 @@ def _stack(rows: list[torch.Tensor]) -> torch.Tensor:
 def _pipeline(family: str, handle: Handle) -> Cell:
     ids = tokens(1, PROMPT)
     made = pipeline("text-generation", model=handle.model, tokenizer=tokenizer())
-    text = made(text_of(ids[0]), max_new_tokens=NEW, do_sample=False, return_full_text=False)[0]["generated_text"]
+    text = made(text_of(ids[0]), max_new_tokens=NEW, do_sample=False, return_full_text=False)[0][
+        "generated_text"
+    ]
     return Cell(greedy(models(family)[0], ids, None, NEW), torch.cat([ids, ids_of(text)], dim=1), STEPS)
 
 
@@ -237,7 +259,9 @@ def _pipeline(family: str, handle: Handle) -> Cell:
 def _streamer(family: str, handle: Handle) -> Cell:
     ids = tokens(1, PROMPT)
     streamer = TextIteratorStreamer(tokenizer(), skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=greedy, args=(handle.model, ids, None, NEW), kwargs={"streamer": streamer})
+    thread = threading.Thread(
+        target=greedy, args=(handle.model, ids, None, NEW), kwargs={"streamer": streamer}
+    )
     thread.start()
     text = "".join(streamer)
     thread.join()
@@ -261,13 +285,22 @@ def _report() -> Iterator[None]:
 def write_report(folder: Path, version: str, results: dict[str, dict[str, str]]) -> None:
     """`hf_equality_<version>.json`, and one Markdown table per version found in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"hf_equality_{version}.json").write_text(json.dumps({"transformers": version, "cells": results}, indent=1))
+    (folder / f"hf_equality_{version}.json").write_text(
+        json.dumps({"transformers": version, "cells": results}, indent=1)
+    )
     lines = ["# Equality of enabled models with unpatched ones", ""]
-    lines += ["A cell says how many rows were compared and how many attention calls went through page selection.", ""]
+    lines += [
+        "A cell says how many rows were compared and how many attention calls went through page selection.",
+        "",
+    ]
     for path in sorted(folder.glob("hf_equality_*.json")):
         found = json.loads(path.read_text())
         families = [f for f in FAMILIES if any(f in row for row in found["cells"].values())]
-        lines += [f"## transformers {found['transformers']}", "", "| feature | " + " | ".join(families) + " |"]
+        lines += [
+            f"## transformers {found['transformers']}",
+            "",
+            "| feature | " + " | ".join(families) + " |",
+        ]
         lines += ["|---" * (len(families) + 1) + "|"]
         for name, row in found["cells"].items():
             lines.append(f"| {name} | " + " | ".join(row.get(f, "") for f in families) + " |")
@@ -312,7 +345,13 @@ def test_a_peft_model_says_the_same(family: str) -> None:
         model = tiny_model(family)
         torch.manual_seed(11)
         targets = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
-        lora = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2")
+        lora = peft.LoraConfig(
+            r=4,
+            target_modules=targets,
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
+            fan_in_fan_out=family == "gpt2",
+        )
         return peft.get_peft_model(model, lora).eval()
 
     ids, mask = batch_of_three()
@@ -337,12 +376,17 @@ def test_logits_of_plain_forwards_are_those_of_the_unpatched_model(family: str) 
     whole_mask = torch.cat([mask, ones], dim=1)
     whole_positions = torch.cat([positions, positions[:, -1:] + torch.arange(1, 6)], dim=1)
     with torch.no_grad(), tinyserve_ops.enable(model, **COVERS_ALL) as handle:
-        expected = reference(torch.cat([ids, more], 1), attention_mask=whole_mask, position_ids=whole_positions).logits
+        expected = reference(
+            torch.cat([ids, more], 1), attention_mask=whole_mask, position_ids=whole_positions
+        ).logits
         cache = {cache_argument(model): handle.new_cache()}
         got = [model(ids, attention_mask=mask, position_ids=positions, **cache).logits]
         for i in range(5):
             until = PROMPT + i + 1
-            step = {"attention_mask": whole_mask[:, :until], "position_ids": whole_positions[:, until - 1 : until]}
+            step = {
+                "attention_mask": whole_mask[:, :until],
+                "position_ids": whole_positions[:, until - 1 : until],
+            }
             got.append(model(more[:, i : i + 1], **step, **cache).logits)
         steps = handle.stats().sparse_steps
         assert steps == 15 * expected_layers(model, handle)
@@ -363,8 +407,10 @@ def test_a_small_budget_leaves_pages_out_and_changes_the_logits(family: str) -> 
     expected = greedy(reference, ids, None, NEW, **keywords).logits
     torch.testing.assert_close(got[0], expected[0], atol=2e-4, rtol=1e-3)  # prefill is dense
     assert (got[1] - expected[1]).abs().max() > 0.01
-    assert stats.selection_engaged and stats.pages_read < stats.pages_visible
-    assert stats.dense_steps == 0 and stats.sparse_steps == STEPS * model.config.num_hidden_layers
+    assert stats.selection_engaged
+    assert stats.pages_read < stats.pages_visible
+    assert stats.dense_steps == 0
+    assert stats.sparse_steps == STEPS * model.config.num_hidden_layers
     note("budget of one page", family, f"differs, {stats.sparse_steps} sparse")
 
 
@@ -373,7 +419,9 @@ def decode_logits(model: Any, ids: torch.Tensor, prompt: int, cache: Any) -> tor
     cache = {cache_argument(model): cache}
     with torch.no_grad():
         model(ids[:, :prompt], **cache)
-        return torch.cat([model(ids[:, i : i + 1], **cache).logits for i in range(prompt, ids.size(1))], dim=1)
+        return torch.cat(
+            [model(ids[:, i : i + 1], **cache).logits for i in range(prompt, ids.size(1))], dim=1
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -381,7 +429,9 @@ def decode_logits(model: Any, ids: torch.Tensor, prompt: int, cache: Any) -> tor
 def test_half_precision_errs_at_most_twice_as_much_as_sdpa(family: str, dtype: torch.dtype) -> None:
     ids = tokens(2, PROMPT + 10, seed=6)
     reference, model = tiny_model(family, dtype=dtype), tiny_model(family, dtype=dtype)
-    exact = tiny_model(family, dtype=dtype).to(torch.float64)  # the rounded weights, so that only arithmetic differs
+    exact = tiny_model(family, dtype=dtype).to(
+        torch.float64
+    )  # the rounded weights, so that only arithmetic differs
     expected = decode_logits(exact, ids, PROMPT, DynamicCache(config=exact.config))
     unpatched = decode_logits(reference, ids, PROMPT, DynamicCache(config=reference.config))
     with tinyserve_ops.enable(model, **COVERS_ALL) as handle:

@@ -1,8 +1,8 @@
 """The attention and mask functions registered with transformers under the name "tinyserve".
 
-A call whose keys come from a cache of ours goes to that cache; every other one (training, no cache, DynamicCache, StaticCache)
-does exactly what transformers' "sdpa" does. The mask function never makes a [queries, keys] mask for our caches: it hands the
-two-dimensional key mask through, and positions do the rest.
+A call whose keys come from a cache of ours goes to that cache; every other one (training, no cache,
+DynamicCache, StaticCache) does exactly what transformers' "sdpa" does. The mask function never makes a
+[queries, keys] mask for our caches: it hands the two-dimensional key mask through, and positions do the rest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,15 @@ def attention_forward(
     if link is None:
         _warn_when_dense(query, key)
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scale, sliding_window=sliding_window, dropout=dropout, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scale,
+            sliding_window=sliding_window,
+            dropout=dropout,
+            **kwargs,
         )
     _check_options(module, query, dropout, kwargs)
     cache, layer_idx = link
@@ -65,18 +73,22 @@ def attention_forward(
     return cache.attend(layer_idx, module, query, key, value, attention_mask, scale, window), None
 
 
-def _check_options(module: torch.nn.Module, query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
+def _check_options(
+    module: torch.nn.Module, query: torch.Tensor, dropout: float, kwargs: dict[str, Any]
+) -> None:
     for name in _REFUSED:
         if kwargs.get(name) is not None and not (name == "softcap" and kwargs[name] == 0):
-            raise ValueError(f"{name}: expected None, got a value; attention over a TinyServeCache doesn't support it")
+            raise ValueError(
+                f"{name}: expected None, got a value; attention over a TinyServeCache doesn't support it"
+            )
     if dropout:
         raise ValueError(f"attention dropout: expected 0 (call model.eval()), got {dropout}")
     if getattr(module, "is_causal", True) is False:
         raise ValueError("is_causal: expected a causal attention module, got one with is_causal=False")
     if query.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "query: expected no gradient, got requires_grad=True; a TinyServeCache has no backward. Use torch.no_grad(), or train "
-            "without a cache (use_cache=False)"
+            "query: expected no gradient, got requires_grad=True; a TinyServeCache has no backward. "
+            "Use torch.no_grad(), or train without a cache (use_cache=False)"
         )
 
 
@@ -96,27 +108,32 @@ def _warn_when_dense(query: torch.Tensor, key: torch.Tensor) -> None:
         return
     _warned_dense = True
     logger.warning(
-        "attention is dense: the model decodes with a cache that is not a TinyServeCache (give none to generate(), or "
-        "Handle.new_cache())"
+        "attention is dense: the model decodes with a cache that is not a TinyServeCache "
+        "(give none to generate(), or Handle.new_cache())"
     )
 
 
 def attention_mask(**kwargs: Any) -> torch.Tensor | None:
-    """The key mask bool [batch, length] or None for our caches; transformers' sdpa mask for everything else."""
+    """The key mask bool [batch, length] or None for our caches; transformers' sdpa mask for everything
+    else.
+    """
     kv_offset = kwargs.get("kv_offset")
     if kv_offset not in (MASK_SENTINEL, MASK_SENTINEL_RESERVED):
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**kwargs)
     if kv_offset == MASK_SENTINEL and kwargs.get("allow_is_causal_skip", True) is False:
         # transformers forbids the skip exactly when something is laid over the causal mask.
         raise ValueError(
-            "mask_function: expected a causal mask (with a sliding window or not), got one with an overlay (bidirectional blocks "
-            "or packed documents), which a TinyServeCache doesn't support"
+            "mask_function: expected a causal mask (with a sliding window or not), got one with an overlay "
+            "(bidirectional blocks or packed documents), which a TinyServeCache doesn't support"
         )
     mask = kwargs.get("attention_mask")
     if kv_offset == MASK_SENTINEL_RESERVED and _num_queries(kwargs) == 1:
-        # A reserved step takes its token as real and knows the padding; a mask that grows would only cause recompilation.
+        # A reserved step takes its token as real and knows the padding; a mask that grows would only cause
+        # recompilation.
         if mask is not None and not torch.compiler.is_compiling() and not bool(mask[:, -1].all()):
-            raise ValueError("attention_mask: expected a real token in every row of a reserved step, got padding")
+            raise ValueError(
+                "attention_mask: expected a real token in every row of a reserved step, got padding"
+            )
         return None
     return mask
 

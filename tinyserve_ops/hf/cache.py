@@ -1,117 +1,80 @@
 """TinyServeCache: a transformers `Cache` whose keys and values live in a `PagedKVCache`.
 
-transformers speaks of rows and padded positions, the paged cache of sequences and stored tokens; this file translates. `update`
-stores nothing: the append waits for the attention call, where the key mask says which new tokens are real. Invariant between
-forwards: row i holds sequence `_seqs[i]`, whose length is the number of unpadded positions of row i below `_pads.length`.
-A forward opens at its first layer and commits after its last one, so a forward that raises leaves everything as it was.
+transformers speaks of rows and padded positions, the paged cache of sequences and stored tokens; this file
+translates. `update` stores nothing: the append waits for the attention call, where the key mask says which
+new tokens are real. Invariant between forwards: row i holds sequence `_seqs[i]`, whose length is the number
+of unpadded positions of row i below `_pads.length`. A forward opens at its first layer and commits after its
+last one, so a forward that raises leaves everything as it was.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from tinyserve_ops import ops
 from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.forward import ForwardBatch
-from tinyserve_ops.hf.padding import PadRuns, mask_from_4d
+from tinyserve_ops.hf.layer import TinyServeLayer
+from tinyserve_ops.hf.padding import PadRuns, new_tokens
 from tinyserve_ops.hf.support import cache_argument, max_positions, takes_argument, unwrap_model
 from tinyserve_ops.reserved import ReservedBatch
 from tinyserve_ops.stats import CacheStats
 
 __all__ = ["ATTENTION_NAME", "MASK_SENTINEL", "MASK_SENTINEL_RESERVED", "TinyServeCache"]
 
-# transformers tests attention names by substring; this one must not contain "sdpa", "flash", "flex", "eager", "paged|" or "/".
+# transformers tests attention names by substring; this one must not contain "sdpa", "flash", "flex", "eager",
+# "paged|" or "/".
 ATTENTION_NAME = "tinyserve"
 # `kv_offset` values by which the mask function recognises our caches; real offsets are never negative.
 MASK_SENTINEL = -1
 MASK_SENTINEL_RESERVED = -2
 
-# transformers renamed the argument of `Cache.crop` when it changed from a length (up to 5.16) to a number of tokens to remove.
-# Only the meaning of 0 depends on it; negative numbers always remove, positive ones always are a length.
+# transformers renamed the argument of `Cache.crop` when it changed from a length (up to 5.16) to a number of
+# tokens to remove. Only the meaning of 0 depends on it; negative numbers always remove, positive ones always
+# are a length.
 _CROP_ZERO_EMPTIES = "max_length" in Cache.crop.__code__.co_varnames[: Cache.crop.__code__.co_argcount]
-
-
-class TinyServeLayer(CacheLayerMixin):
-    """What transformers asks of a single layer; everything is answered by the cache that owns it."""
-
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
-    supports_early_init = False
-
-    def __init__(self, owner: TinyServeCache) -> None:
-        super().__init__()
-        self._owner = weakref.ref(owner)  # a strong one would leave freeing the pages to the cycle collector
-
-    def _cache(self) -> TinyServeCache:
-        owner = self._owner()
-        if owner is None:
-            raise RuntimeError("TinyServeLayer: expected its cache to be alive, got one that was deleted")
-        return owner
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
-        """Nothing: pools are made by the cache when the first keys arrive."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a layer doesn't know its own index; transformers goes through `Cache.update`."""
-        raise NotImplementedError("TinyServeLayer.update: call update on the cache")
-
-    def get_seq_length(self, *args: Any) -> Any:
-        """Padded length of the cache."""
-        return self._cache().get_seq_length()
-
-    def get_mask_sizes(self, query: Any) -> tuple[Any, int]:
-        """As `TinyServeCache.get_mask_sizes`."""
-        return self._cache().get_mask_sizes(query, 0)
-
-    def get_max_length(self) -> int:
-        """As `TinyServeCache.get_max_length`."""
-        return self._cache().get_max_length()
-
-    def get_max_cache_shape(self) -> int:
-        """As `get_max_length`, under its older name."""
-        return self._cache().get_max_length()
-
-    def offload(self) -> None:
-        """Nothing: pages stay where they are."""
-
-    def prefetch(self) -> None:
-        """Nothing: pages stay where they are."""
 
 
 @dataclass
 class _Forward:
     """The forward under way: made at its first layer, gone after its last."""
 
-    num_new: int  # padded new positions of every row
-    valid: torch.Tensor | None  # bool [batch, num_new], None when all are real
-    index: torch.Tensor | None  # int64: where the real tokens lie in the flattened [batch * num_new]; None when all are real
-    batch: ForwardBatch | None  # None when every new position is padding
+    # Padded new positions of every row.
+    num_new: int
+    # Which are real, bool [batch, num_new], and where they lie in [batch * num_new], int64. None: all are.
+    valid: torch.Tensor | None
+    index: torch.Tensor | None
+    # None when every new position is padding.
+    batch: ForwardBatch | None
     last_layer: int
 
 
 class TinyServeCache(Cache):
-    """Paged KV cache for `generate(past_key_values=...)`, `generate(cache=...)` and plain forwards of an enabled model.
+    """Paged KV cache for `generate(past_key_values=...)`, `generate(cache=...)` and plain forwards of an
+    enabled model.
 
-    Usually made by `generate` itself or by `Handle.new_cache()`. Forward several times, crop, copy (copy-on-write), reorder.
+    Usually made by `generate` itself or by `Handle.new_cache()`. Forward several times, crop, copy
+    (copy-on-write), reorder.
 
     Args:
         config: the model's config; shared, not copied.
         sparse: how decode steps choose pages; default `SparseConfig()`.
-        max_tokens: capacity of the pool, summed over rows; default rows x the model's positions (the pool grows when needed).
+        max_tokens: capacity of the pool, summed over rows; default rows x the model's positions (the pool
+            grows when needed).
     """
 
-    def __init__(self, config: Any, sparse: SparseConfig | None = None, *, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, config: Any, sparse: SparseConfig | None = None, *, max_tokens: int | None = None
+    ) -> None:
         self.config = config.get_text_config(decoder=True)  # the very object the attention modules look at
         self.sparse = sparse if sparse is not None else SparseConfig()
         self.num_layers = int(self.config.num_hidden_layers)
@@ -127,20 +90,23 @@ class TinyServeCache(Cache):
         self._room_checked = False  # the coming step was counted by `step_inputs`
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
 
-    # What transformers asks -------------------------------------------------------------------------------------------
+    # What transformers asks ---------------------------------------------------------------------------------
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hands the new keys and values on to the attention function, which stores them.
 
-        Returns them unchanged, marked with this cache. Under another attention ("sdpa", "eager") they are stored here, and
-        everything is returned densely in padded positions, so that switching attention never computes something else.
+        Returns them unchanged, marked with this cache. Under another attention ("sdpa", "eager") they are
+        stored here, and everything is returned densely in padded positions, so that switching attention never
+        computes something else.
         """
         if self.config._attn_implementation != ATTENTION_NAME:
             return self._update_for_other_attention(key_states, value_states, layer_idx)
         link = (self, layer_idx)
-        if isinstance(kwargs.get("kwargs"), dict):  # 5.24 and newer: the live keyword arguments of the attention call
+        if isinstance(
+            kwargs.get("kwargs"), dict
+        ):  # 5.24 and newer: the live keyword arguments of the attention call
             kwargs["kwargs"]["tinyserve_link"] = link
         else:
             key_states = key_states.view_as(key_states)  # never leave a mark on a tensor of the caller
@@ -185,9 +151,10 @@ class TinyServeCache(Cache):
         """Removes the last `-tokens` padded positions of every row, or keeps the first `tokens`.
 
         Args:
-            tokens: negative: positions to remove (all, when there are fewer). Positive: length to keep. 0 follows the installed
-                transformers, whose own decoding loops call it: it removes nothing where its argument is a number of tokens to
-                remove (5.17 and newer), and empties the cache where it is a length. `crop_to` says it without doubt.
+            tokens: negative: positions to remove (all, when there are fewer). Positive: length to keep. 0
+                follows the installed transformers, whose own decoding loops call it: it removes nothing where
+                its argument is a number of tokens to remove (5.17 and newer), and empties the cache where it
+                is a length. `crop_to` says it without doubt.
         """
         if tokens == 0 and not _CROP_ZERO_EMPTIES:
             return
@@ -239,7 +206,7 @@ class TinyServeCache(Cache):
         self._pads.take(rows)
         self._resume()
 
-    # What users ask ---------------------------------------------------------------------------------------------------
+    # What users ask -----------------------------------------------------------------------------------------
 
     @property
     def kv(self) -> PagedKVCache:
@@ -259,11 +226,15 @@ class TinyServeCache(Cache):
         return [self._pads.num_stored(row) for row in range(len(self._seqs))]
 
     def stats(self) -> CacheStats:
-        """Counters of the steps taken: see `tinyserve_ops.stats.CacheStats`. RuntimeError before the first forward."""
+        """Counters of the steps taken: see `tinyserve_ops.stats.CacheStats`. RuntimeError before the first
+        forward.
+        """
         return self.kv.stats()
 
     def dense(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(k, v) of a layer, each [batch, num_kv_heads, length, head_dim] in padded positions, zeros at pads. Copies."""
+        """(k, v) of a layer, each [batch, num_kv_heads, length, head_dim] in padded positions, zeros at pads.
+        Copies.
+        """
         self._sync()
         pairs = [self.kv.dense(layer_idx, seq) for seq in self._seqs]
         if not pairs:
@@ -303,12 +274,14 @@ class TinyServeCache(Cache):
     def __repr__(self) -> str:
         return f"TinyServeCache(layers={self.num_layers}, rows={len(self._seqs)}, length={self._pads.length})"
 
-    # Reserved (compiled) decoding -------------------------------------------------------------------------------------
+    # Reserved (compiled) decoding ---------------------------------------------------------------------------
 
     def reserve(self, max_tokens: int) -> None:
-        """From now on single-token steps use only torch ops on static tensors, for `torch.compile` and CUDA graphs.
+        """From now on single-token steps use only torch ops on static tensors, for `torch.compile` and CUDA
+        graphs.
 
-        Call it before or after the prefill. Prefill itself stays eager. New tokens of reserved steps are all taken as real.
+        Call it before or after the prefill. Prefill itself stays eager. New tokens of reserved steps are all
+        taken as real.
 
         Args:
             max_tokens: stored tokens of every row in total, prompt included.
@@ -320,8 +293,8 @@ class TinyServeCache(Cache):
         self._resume()
 
     def step_inputs(self, model: Any, tokens: torch.Tensor) -> dict[str, Any]:
-        """Keyword arguments of a reserved step, for `compiled(**cache.step_inputs(model, tokens))`: nothing in them depends on
-        the length in a way that makes the step compile again.
+        """Keyword arguments of a reserved step, for `compiled(**cache.step_inputs(model, tokens))`: nothing
+        in them depends on the length in a way that makes the step compile again.
 
         Args:
             model: the enabled model (not its compiled form).
@@ -345,7 +318,9 @@ class TinyServeCache(Cache):
             cache_argument(inner): self,
             "use_cache": True,
         }
-        if takes_argument(inner, "cache_position"):  # without it these versions make a tensor of a traced length
+        if takes_argument(
+            inner, "cache_position"
+        ):  # without it these versions make a tensor of a traced length
             values["cache_position"] = self._reserved_length.unsqueeze(0).clone()
         return values
 
@@ -362,7 +337,9 @@ class TinyServeCache(Cache):
             self._pads.append(int(self._reserved_length) - self._pads.length, None)
 
     def _suspend(self) -> None:
-        """Makes the sequences ordinary again, as every change of rows or lengths needs; drops an unfinished forward."""
+        """Makes the sequences ordinary again, as every change of rows or lengths needs; drops an unfinished
+        forward.
+        """
         self._abandon()
         if self._reserved is not None:
             self._sync()
@@ -370,13 +347,15 @@ class TinyServeCache(Cache):
             self._reserved, self._reserved_length, self._room_checked = None, None, False
 
     def _resume(self) -> None:
-        """Reserves again after `_suspend`, where reserved decoding was asked for and there is something to decode."""
+        """Reserves again after `_suspend`, where reserved decoding was asked for and there is something to
+        decode.
+        """
         if self._reserve_tokens is not None and self._seqs and self._pads.length:
             self._reserved = self._paged().reserve(self._seqs, self._reserve_tokens)
             with torch.inference_mode(False):  # or it could not be advanced from normal mode
                 self._reserved_length = torch.tensor(self._pads.length, device=self._paged().device)
 
-    # What the attention function asks ---------------------------------------------------------------------------------
+    # What the attention function asks -----------------------------------------------------------------------
 
     def attend(
         self,
@@ -393,7 +372,8 @@ class TinyServeCache(Cache):
 
         Args:
             query, key, value: [batch, heads, num_new, head_dim], any strides with head_dim stride 1.
-            attention_mask: None, a key mask [batch, length], or a causal 4D mask; read at the first layer of a forward.
+            attention_mask: None, a key mask [batch, length], or a causal 4D mask; read at the first layer of
+                a forward.
 
         Returns:
             [batch, num_new, num_heads, head_dim], zeros at padding.
@@ -417,7 +397,13 @@ class TinyServeCache(Cache):
         return out.view(batch_size, num_new, num_heads, out.size(2))
 
     def _attend_reserved(
-        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sm_scale: float, window: int
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sm_scale: float,
+        window: int,
     ) -> torch.Tensor:
         reserved = self._reserved
         assert reserved is not None
@@ -435,18 +421,23 @@ class TinyServeCache(Cache):
         assert self._kv is not None
         return self._kv
 
-    def _begin(self, module: torch.nn.Module | None, key: torch.Tensor, attention_mask: torch.Tensor | None) -> _Forward:
+    def _begin(
+        self, module: torch.nn.Module | None, key: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> _Forward:
         self._suspend()
         self._check_model(module, key)
         batch_size, _, num_new, _ = key.shape
         fresh = not self._seqs
         pads = PadRuns(batch_size) if fresh else self._pads
         if self._reserve_tokens is not None and attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = attention_mask[..., : pads.length + num_new]  # OPT of 4.57 makes it as wide as the reservation
-        valid = _new_tokens(attention_mask, pads, num_new)
+            attention_mask = attention_mask[
+                ..., : pads.length + num_new
+            ]  # OPT of 4.57 makes it as wide as the reservation
+        valid = new_tokens(attention_mask, pads, num_new)
         if self._reserve_tokens is not None and pads.length + num_new > self._reserve_tokens:
             raise OutOfPagesError(
-                f"max_tokens: expected at most the {self._reserve_tokens} reserved tokens, got {pads.length + num_new}"
+                f"max_tokens: expected at most the {self._reserve_tokens} reserved tokens, "
+                f"got {pads.length + num_new}"
             )
         if self._kv is None:
             self._kv = self._new_pools(key)
@@ -477,15 +468,19 @@ class TinyServeCache(Cache):
         config = getattr(module, "config", self.config)
         if config is not self.config:
             raise ValueError(
-                f"cache: expected the model it was made for ({type(self.config).__name__} with {self.num_layers} layers), "
-                f"got another one ({type(config).__name__}); make a new cache for it"
+                f"cache: expected the model it was made for ({type(self.config).__name__} with "
+                f"{self.num_layers} layers), got another one ({type(config).__name__}); "
+                "make a new cache for it"
             )
         if self._kv is not None and (key.size(1), key.size(3)) != (self._kv.num_kv_heads, self._kv.head_dim):
             raise ValueError(
-                f"cache: expected keys of {self._kv.num_kv_heads} heads of {self._kv.head_dim}, got {key.size(1)} of {key.size(3)}"
+                f"cache: expected keys of {self._kv.num_kv_heads} heads of {self._kv.head_dim}, "
+                f"got {key.size(1)} of {key.size(3)}"
             )
         if self._seqs and key.size(0) != len(self._seqs):
-            raise ValueError(f"batch size: expected {len(self._seqs)}, the rows of the cache, got {key.size(0)}")
+            raise ValueError(
+                f"batch size: expected {len(self._seqs)}, the rows of the cache, got {key.size(0)}"
+            )
 
     def _new_pools(self, key: torch.Tensor) -> PagedKVCache:
         kv_dtype = self.sparse.kv_dtype
@@ -529,7 +524,9 @@ class TinyServeCache(Cache):
         )
         if layer_idx == self.num_layers - 1:
             self._commit(allow_missing_layers=True)  # attended elsewhere
-        return torch.cat([past[0].to(key.dtype), key], dim=2), torch.cat([past[1].to(value.dtype), value], dim=2)
+        return torch.cat([past[0].to(key.dtype), key], dim=2), torch.cat(
+            [past[1].to(value.dtype), value], dim=2
+        )
 
     def _all_real(self, key: torch.Tensor) -> torch.Tensor:
         """A key mask that says: padding as stored, every new token real."""
@@ -541,39 +538,8 @@ class TinyServeCache(Cache):
 
 
 def _pack(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    """[batch, heads, num_new, head_dim] -> packed [tokens, heads, head_dim]: a view where strides allow and nothing is padded."""
-    packed = x.transpose(1, 2).flatten(0, 1)
+    """[batch, heads, num_new, head_dim] -> packed [tokens, heads, head_dim]: a view where strides allow and
+    nothing is padded.
+    """
+    packed = x.select(2, 0) if x.size(2) == 1 else x.transpose(1, 2).flatten(0, 1)
     return packed if index is None else packed.index_select(0, index)
-
-
-def _new_tokens(mask: torch.Tensor | None, pads: PadRuns, num_new: int) -> torch.Tensor | None:
-    """Which new tokens are real, bool [batch, num_new], None for all; refuses a mask that contradicts what is stored."""
-    if mask is None:
-        if pads:
-            raise ValueError("attention_mask: expected the mask with the padding stored in the cache, got None")
-        return None
-    if mask.dim() == 4:
-        _check_mask_shape(mask.shape[-2:], (num_new, pads.length + num_new))
-        mask = mask_from_4d(mask, pads.length).expand(pads.batch_size, -1)
-    mask = mask if mask.dtype == torch.bool else mask != 0
-    _check_mask_shape(mask.shape, (pads.batch_size, pads.length + num_new))
-    if bool(mask.all()):
-        if pads:
-            raise _mask_disagrees(pads)
-        return None
-    if pads.length and not pads.agrees_with(mask[:, : pads.length]):
-        raise _mask_disagrees(pads)
-    new = mask[:, pads.length :]
-    return None if bool(new.all()) else new
-
-
-def _check_mask_shape(got: Sequence[int], expected: tuple[int, int]) -> None:
-    if tuple(got) != expected:
-        raise ValueError(f"attention_mask: expected {list(expected)} (earlier tokens included), got {list(got)}")
-
-
-def _mask_disagrees(pads: PadRuns) -> ValueError:
-    return ValueError(
-        f"attention_mask: expected the padding of the {pads.length} tokens already stored, got another; tokens can't be hidden or "
-        "shown afterwards (start a new cache, or crop)"
-    )

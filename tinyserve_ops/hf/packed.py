@@ -1,8 +1,10 @@
-"""Packed forwards: many sequences, some in prefill and some in decode, in one call of an enabled model without padding.
+"""Packed forwards: many sequences, some in prefill and some in decode, in one call of an enabled model
+without padding.
 
-`PackedBatch` is a transformers `Cache` of one row that holds all new tokens of all sequences one after the other. It stores
-nothing itself: the sequences live in a `PagedKVCache`. Invariant: between `inputs` and the last layer one forward is open; it
-commits after the last layer, and is dropped by the next `inputs` when the model raised.
+`PackedBatch` is a transformers `Cache` of one row that holds all new tokens of all sequences one after the
+other. It stores nothing itself: the sequences live in a `PagedKVCache`. Invariant: between `inputs` and the
+last layer one forward is open; it commits after the last layer, and is dropped by the next `inputs` when the
+model raised.
 """
 
 from __future__ import annotations
@@ -11,19 +13,27 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.forward import ForwardBatch
-from tinyserve_ops.hf.cache import ATTENTION_NAME, MASK_SENTINEL, TinyServeLayer
-from tinyserve_ops.hf.support import cache_argument, check_positions, max_positions, takes_argument, unwrap_model
+from tinyserve_ops.hf.cache import ATTENTION_NAME, MASK_SENTINEL
+from tinyserve_ops.hf.layer import TinyServeLayer
+from tinyserve_ops.hf.support import (
+    cache_argument,
+    check_positions,
+    max_positions,
+    takes_argument,
+    unwrap_model,
+)
 
 __all__ = ["PackedBatch", "new_paged_cache"]
 
 
-def new_paged_cache(model: Any, sparse: SparseConfig | None = None, *, max_tokens: int | None = None) -> PagedKVCache:
+def new_paged_cache(
+    model: Any, sparse: SparseConfig | None = None, *, max_tokens: int | None = None
+) -> PagedKVCache:
     """A `PagedKVCache` of the shape, dtype and device of `model`.
 
     Args:
@@ -78,8 +88,8 @@ class PackedBatch(Cache):
             rows: (sequence, its new token ids), at least one token each; a sequence may come once.
 
         Returns:
-            input_ids and position_ids [1, total], the cache, `use_cache`, and `logits_to_keep` (the last token of each row)
-            where the model takes it.
+            input_ids and position_ids [1, total], the cache, `use_cache`, and `logits_to_keep` (the last
+            token of each row) where the model takes it.
 
         Raises:
             ValueError: empty rows, or tokens past the model's positions.
@@ -109,7 +119,9 @@ class PackedBatch(Cache):
         return self._current().cu_query_lens
 
     def last_logits(self, outputs: Any) -> torch.Tensor:
-        """[rows, vocabulary]: logits behind the last token of each row, also for models that return all (OPT)."""
+        """[rows, vocabulary]: logits behind the last token of each row, also for models that return all
+        (OPT).
+        """
         logits = outputs.logits[0]
         return logits if self._keeps_logits else logits.index_select(0, self._last)
 
@@ -128,7 +140,9 @@ class PackedBatch(Cache):
         if not batch.is_open:
             raise RuntimeError("PackedBatch: expected inputs() before every forward, got a second forward")
         if attention_mask is not None and attention_mask.dim() == 2 and not bool(attention_mask.all()):
-            raise ValueError("attention_mask: expected none, got padding; a packed batch holds real tokens only")
+            raise ValueError(
+                "attention_mask: expected none, got padding; a packed batch holds real tokens only"
+            )
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out = batch.attend(layer_idx, q, k, v, sm_scale, window)
         if layer_idx == self.num_layers - 1:
@@ -140,7 +154,7 @@ class PackedBatch(Cache):
             raise RuntimeError("PackedBatch: expected inputs() before the forward, got none")
         return self.batch
 
-    # What transformers asks -------------------------------------------------------------------------------------------
+    # What transformers asks ---------------------------------------------------------------------------------
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -148,7 +162,8 @@ class PackedBatch(Cache):
         """Hands the new keys and values on to the attention function, marked with this batch."""
         if self.config._attn_implementation != ATTENTION_NAME:
             raise ValueError(
-                f"attn_implementation: expected {ATTENTION_NAME!r} (call enable), got {self.config._attn_implementation!r}"
+                f"attn_implementation: expected {ATTENTION_NAME!r} (call enable), "
+                f"got {self.config._attn_implementation!r}"
             )
         if key_states.size(0) != 1:
             raise ValueError(f"batch size: expected 1 (all rows packed into one), got {key_states.size(0)}")

@@ -1,8 +1,8 @@
 """Where the padding of a batch lies: runs of padded positions, one list per row.
 
-transformers counts padded positions; the pages hold real tokens only. A row's real tokens keep their order, so a padded position
-and a stored position differ by the number of pads before it, and a few runs say everything. Invariant: the runs of a row are
-ascending, disjoint, not adjacent, and lie in [0, length).
+transformers counts padded positions; the pages hold real tokens only. A row's real tokens keep their order,
+so a padded position and a stored position differ by the number of pads before it, and a few runs say
+everything. Invariant: the runs of a row are ascending, disjoint, not adjacent, and lie in [0, length).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["PadRuns", "mask_from_4d"]
+__all__ = ["PadRuns", "mask_from_4d", "new_tokens"]
 
 Run = tuple[int, int]
 
@@ -21,7 +21,9 @@ class PadRuns:
 
     def __init__(self, batch_size: int, length: int = 0, runs: Sequence[Sequence[Run]] | None = None) -> None:
         self.length = length
-        self.runs: list[list[Run]] = [list(r) for r in runs] if runs is not None else [[] for _ in range(batch_size)]
+        self.runs: list[list[Run]] = (
+            [list(r) for r in runs] if runs is not None else [[] for _ in range(batch_size)]
+        )
 
     def __bool__(self) -> bool:
         """Whether any row holds padding."""
@@ -49,7 +51,9 @@ class PadRuns:
         return keep.nonzero().squeeze(1).to(device)
 
     def append(self, num_new: int, valid: torch.Tensor | None) -> None:
-        """Adds `num_new` positions to every row; `valid` bool [batch, num_new] says which are real, None means all."""
+        """Adds `num_new` positions to every row; `valid` bool [batch, num_new] says which are real, None
+        means all.
+        """
         if valid is not None:
             pads = torch.nn.functional.pad((~valid).to(torch.int8), (1, 1)).diff(dim=1)
             starts, stops = (pads == 1).nonzero().tolist(), (pads == -1).nonzero().tolist()
@@ -81,14 +85,18 @@ class PadRuns:
         stored = torch.tensor([self.num_stored(row) for row in range(self.batch_size)], device=mask.device)
         if not torch.equal(mask.sum(dim=1), stored):
             return False
-        return not any(bool(mask[row, start:stop].any()) for row, runs in enumerate(self.runs) for start, stop in runs)
+        return not any(
+            bool(mask[row, start:stop].any()) for row, runs in enumerate(self.runs) for start, stop in runs
+        )
 
 
 def mask_from_4d(mask: torch.Tensor, past_length: int) -> torch.Tensor:
-    """The key mask, bool [batch, length], of a causal mask [batch, heads, queries, length] that also hides padding.
+    """The key mask, bool [batch, length], of a causal mask [batch, heads, queries, length] that also hides
+    padding.
 
-    Accepts bool masks (True = attend) and additive ones (0 = attend, very negative = hide). A mask that says more than
-    "causal, without these keys" can't be kept by a cache that stores tokens in order, and is refused.
+    Accepts bool masks (True = attend) and additive ones (0 = attend, very negative = hide). A mask that says
+    more than "causal, without these keys" can't be kept by a cache that stores tokens in order, and is
+    refused.
 
     Args:
         mask: [batch, heads, num_new, past_length + num_new].
@@ -102,13 +110,17 @@ def mask_from_4d(mask: torch.Tensor, past_length: int) -> torch.Tensor:
     else:
         hidden = mask <= torch.finfo(mask.dtype).min / 4
         if not bool(((mask == 0) | hidden).all()):
-            raise ValueError("attention_mask: expected 0 or the dtype's minimum in an additive mask, got other values (a bias)")
+            raise ValueError(
+                "attention_mask: expected 0 or the dtype's minimum in an additive mask, "
+                "got other values (a bias)"
+            )
         visible = ~hidden
     if visible.size(1) > 1 and not bool((visible == visible[:, :1]).all()):
         raise ValueError("attention_mask: expected the same mask for all heads, got different ones")
     visible = visible[:, 0]
     num_new, length = visible.shape[1:]
-    # The last query sees every real key. Where it is padding itself its row says nothing, and the other queries are asked.
+    # The last query sees every real key. Where it is padding itself its row says nothing, and the other
+    # queries are asked.
     last = visible[:, -1]
     valid = torch.where(last[:, -1:], last, visible.any(dim=1))
     if num_new > 1:
@@ -117,5 +129,48 @@ def mask_from_4d(mask: torch.Tensor, past_length: int) -> torch.Tensor:
         expected = causal[None] & valid[:, None]
         differs = (visible != expected).any(dim=2) & valid[:, past_length:]
         if bool(differs.any()):
-            raise ValueError("attention_mask: expected a causal mask with padding, got a 4D mask of another pattern")
+            raise ValueError(
+                "attention_mask: expected a causal mask with padding, got a 4D mask of another pattern"
+            )
     return valid
+
+
+def new_tokens(mask: torch.Tensor | None, pads: PadRuns, num_new: int) -> torch.Tensor | None:
+    """Which new tokens are real, bool [batch, num_new], None for all; refuses a mask that contradicts what is
+    stored.
+    """
+    if mask is None:
+        if pads:
+            raise ValueError(
+                "attention_mask: expected the mask with the padding stored in the cache, got None"
+            )
+        return None
+    if mask.dim() == 4:
+        _check_mask_shape(mask.shape[-2:], (num_new, pads.length + num_new))
+        if mask.size(0) not in (1, pads.batch_size):
+            raise ValueError(f"attention_mask: expected a batch of {pads.batch_size}, got {mask.size(0)}")
+        mask = mask_from_4d(mask, pads.length).expand(pads.batch_size, -1)
+    mask = mask if mask.dtype == torch.bool else mask != 0
+    _check_mask_shape(mask.shape, (pads.batch_size, pads.length + num_new))
+    if bool(mask.all()):
+        if pads:
+            raise _mask_disagrees(pads)
+        return None
+    if pads.length and not pads.agrees_with(mask[:, : pads.length]):
+        raise _mask_disagrees(pads)
+    new = mask[:, pads.length :]
+    return None if bool(new.all()) else new
+
+
+def _check_mask_shape(got: Sequence[int], expected: tuple[int, int]) -> None:
+    if tuple(got) != expected:
+        raise ValueError(
+            f"attention_mask: expected {list(expected)} (earlier tokens included), got {list(got)}"
+        )
+
+
+def _mask_disagrees(pads: PadRuns) -> ValueError:
+    return ValueError(
+        f"attention_mask: expected the padding of the {pads.length} tokens already stored, got another; "
+        "tokens can't be hidden or shown afterwards (start a new cache, or crop)"
+    )

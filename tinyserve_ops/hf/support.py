@@ -1,7 +1,8 @@
 """What a model must look like for the drop-in to compute what the model means.
 
-Every option of a model that changes attention is either honoured elsewhere or refused here by its own name, before anything is
-patched. Refusing late (inside a forward) is left for what only a forward can show: masks, head masks, dropout.
+Every option of a model that changes attention is either honoured elsewhere or refused here by its own name,
+before anything is patched. Refusing late (inside a forward) is left for what only a forward can show: masks,
+head masks, dropout.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def unwrap_model(model: Any) -> PreTrainedModel:
             inner = inner.get_base_model()
         elif hasattr(inner, "_orig_mod"):  # torch.compile
             inner = inner._orig_mod
-        elif isinstance(inner, torch.nn.Module) and isinstance(getattr(inner, "module", None), torch.nn.Module):
+        elif isinstance(inner, torch.nn.Module) and isinstance(
+            getattr(inner, "module", None), torch.nn.Module
+        ):
             inner = inner.module  # DistributedDataParallel
         else:
             raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
@@ -51,7 +54,9 @@ def takes_argument(model: Any, name: str) -> bool:
 
 
 def cache_argument(model: Any) -> str:
-    """Name of the cache argument of a model's forward: "cache" from transformers 5.24 on, "past_key_values" before."""
+    """Name of the cache argument of a model's forward: "cache" from transformers 5.24 on, "past_key_values"
+    before.
+    """
     return "cache" if takes_argument(model, "cache") else "past_key_values"
 
 
@@ -79,7 +84,8 @@ def _check_devices(model: PreTrainedModel) -> None:
     device_map = getattr(model, "hf_device_map", None)
     if device_map and len(set(map(str, device_map.values()))) > 1:
         raise ValueError(
-            f"hf_device_map: expected all layers on one device, got {sorted(set(map(str, device_map.values())))}"
+            "hf_device_map: expected all layers on one device, "
+            f"got {sorted(set(map(str, device_map.values())))}"
         )
 
 
@@ -89,17 +95,23 @@ def _check_attention_options(model: PreTrainedModel, config: Any) -> None:
 
     for name in ("attn_logit_softcapping", "attn_logit_softcap"):
         if value(name):
-            raise ValueError(f"{name}: expected None (attention logits are not soft-capped here), got {value(name)}")
+            raise ValueError(
+                f"{name}: expected None (attention logits are not soft-capped here), got {value(name)}"
+            )
     for module_name, module in model.named_modules():
         for name in ("sinks", "attention_sinks", "attn_sinks"):
             if isinstance(getattr(module, name, None), torch.Tensor):
                 raise ValueError(
-                    f"{name}: expected attention without attention-sink parameters, got them in {module_name!r}"
+                    f"{name}: expected attention without attention-sink parameters, "
+                    f"got them in {module_name!r}"
                 )
     if value("add_cross_attention"):
         raise ValueError("add_cross_attention: expected False, got True (cross attention has no paged cache)")
     if value("kv_lora_rank"):
-        raise ValueError(f"kv_lora_rank: expected plain keys and values, got latent attention of rank {value('kv_lora_rank')}")
+        raise ValueError(
+            "kv_lora_rank: expected plain keys and values, "
+            f"got latent attention of rank {value('kv_lora_rank')}"
+        )
     if value("num_kv_shared_layers"):
         raise ValueError(f"num_kv_shared_layers: expected 0, got {value('num_kv_shared_layers')}")
     if value("use_bidirectional_attention"):
@@ -120,11 +132,15 @@ def _check_heads(config: Any) -> None:
     if isinstance(head_dim, int) and (head_dim % 8 or not 8 <= head_dim <= 256):
         raise ValueError(f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}")
     if isinstance(num_kv_heads, int) and num_heads % num_kv_heads:
-        raise ValueError(f"num_key_value_heads: expected a divisor of num_attention_heads {num_heads}, got {num_kv_heads}")
+        raise ValueError(
+            f"num_key_value_heads: expected a divisor of num_attention_heads {num_heads}, got {num_kv_heads}"
+        )
 
 
 def attention_scale(module: torch.nn.Module, scaling: float | None, head_dim: int) -> float:
-    """The factor of q.k. transformers passes it, except for GPT-2 before 5.6, whose flags live on the attention module."""
+    """The factor of q.k. transformers passes it, except for GPT-2 before 5.6, whose flags live on the
+    attention module.
+    """
     if scaling is not None:
         return scaling
     scale = head_dim**-0.5 if getattr(module, "scale_attn_weights", True) else 1.0
@@ -134,15 +150,20 @@ def attention_scale(module: torch.nn.Module, scaling: float | None, head_dim: in
 
 
 def max_positions(config: Any) -> int | None:
-    """`max_position_embeddings` of the config (`n_positions` of GPT-2), or None where a model has no limit."""
+    """`max_position_embeddings` of the config (`n_positions` of GPT-2), or None where a model has no
+    limit.
+    """
     limit = getattr(config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def check_positions(config: Any, num_tokens: int) -> None:
-    """Raises ValueError when a prompt of `num_tokens` real tokens (earlier ones included) passes the model's positions."""
+    """Raises ValueError when a prompt of `num_tokens` real tokens (earlier ones included) passes the model's
+    positions.
+    """
     limit = max_positions(config)
     if limit is not None and num_tokens > limit:
         raise ValueError(
-            f"max_position_embeddings: expected a prompt of at most {limit} tokens, the model's positions, got {num_tokens}"
+            f"max_position_embeddings: expected a prompt of at most {limit} tokens, the model's positions, "
+            f"got {num_tokens}"
         )

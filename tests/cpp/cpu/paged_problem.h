@@ -41,21 +41,21 @@ inline std::ostream& operator<<(std::ostream& out, const Shape& s) {
              << ", window " << s.window;
 }
 
-// Shapes in which every two of: type, page size, layout, head dim, group size meet (the 48 of the default;
-// the first 24 have every triple of type, page size and layout).
+// 48 shapes in which every two values of type, page size, layout, head dim, group size and window meet; the
+// first 24 have every triple of type, page size and layout.
 inline std::vector<Shape> covering_shapes(int count = 48) {
   constexpr int64_t kPageSizes[] = {1, 7, 16, 64};
   constexpr int64_t kHeadDims[] = {8, 40, 64, 128, 256};
   constexpr int64_t kGroupSizes[] = {1, 3, 4, 5, 7, 9};
-  constexpr int64_t kWindows[] = {-1, 5, 90, -1, 1};
+  constexpr int64_t kWindows[] = {-1, 5, 90, 1};
   std::vector<Shape> shapes;
   for (int i = 0; i < count; ++i) {
     shapes.push_back({.type = kElementTypes[i % 3],
                       .page_size = kPageSizes[i / 3 % 4],
                       .head_dim = kHeadDims[i % 5],
-                      .group_size = kGroupSizes[(i + i / 5) % 6],
+                      .group_size = kGroupSizes[i * 7 / 5 % 6],
                       .channel_major = i / 12 % 2 == 1,
-                      .window = kWindows[(i / 2) % 5]});
+                      .window = kWindows[i * 3 / 7 % 4]});
   }
   return shapes;
 }

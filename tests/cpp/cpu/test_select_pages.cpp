@@ -31,9 +31,9 @@ struct SelectionProblem {
   int64_t num_kv_heads = 2;
   int64_t max_page_budget = 0;
   int64_t row_stride = 0;
-  std::vector<int64_t> positions;  // one row a sequence
-  std::vector<int32_t> budgets;
-  std::vector<float> scores;  // [num_rows, num_kv_heads, row_stride]
+  std::vector<int64_t> positions = {};  // one row a sequence
+  std::vector<int32_t> budgets = {};
+  std::vector<float> scores = {};  // [num_rows, num_kv_heads, row_stride]
 };
 
 Selection select(const KernelTable& kernels, const SelectionProblem& problem, Schedule schedule = {}) {

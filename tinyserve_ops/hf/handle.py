@@ -1,8 +1,9 @@
 """Switching a transformers model to sparse paged attention and back.
 
-A model is enabled by its attention name plus an entry in `_handles`; nothing of the model or of transformers' files is patched,
-except one class-wide method that lets `generate` make our cache. That hook is installed by the first handle, asks `_handles`
-before doing anything, and leaves with the last handle (also when an enabled model is simply deleted).
+A model is enabled by its attention name plus an entry in `_handles`; nothing of the model or of transformers'
+files is patched, except one class-wide method that lets `generate` make our cache. That hook is installed by
+the first handle, asks `_handles` before doing anything, and leaves with the last handle (also when an enabled
+model is simply deleted).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tinyserve_ops.stats import CacheStats
 
 __all__ = ["Handle", "disable", "enable"]
 
-# `cache_implementation` values that mean "the default cache": old hub configs of sliding-window models carry some of them.
+# `cache_implementation` values that mean "the default cache": old hub configs of sliding-window models carry
+# some of them.
 _DEFAULT_CACHES = (None, "dynamic", "dynamic_full", "hybrid", "sliding_window")
 
 _lock = threading.RLock()
@@ -51,7 +53,9 @@ class Handle:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The enabled transformers model (without PEFT or compile wrappers). RuntimeError once it is deleted."""
+        """The enabled transformers model (without PEFT or compile wrappers). RuntimeError once it is
+        deleted.
+        """
         model = self._model()
         if model is None:
             raise RuntimeError("Handle.model: expected a living model, got one that was deleted")
@@ -76,7 +80,9 @@ class Handle:
         return cache
 
     def _keep_stats(self, number: int, stats: CacheStats) -> None:
-        """A cache is going: its counters stay, its pages don't. An older cache that goes later says nothing."""
+        """A cache is going: its counters stay, its pages don't. An older cache that goes later says
+        nothing.
+        """
         if number == self._num_caches:
             self._last_stats = stats
 
@@ -90,7 +96,9 @@ class Handle:
         if cache is not None:
             return cache.stats()
         if self._last_stats is None:
-            raise RuntimeError("Handle.stats: expected a cache that has seen a forward, got none; generate something first")
+            raise RuntimeError(
+                "Handle.stats: expected a cache that has seen a forward, got none; generate something first"
+            )
         return self._last_stats
 
     def disable(self) -> None:
@@ -109,7 +117,8 @@ class Handle:
 
 
 def enable(model: Any, config: SparseConfig | None = None, **keywords: Any) -> Handle:
-    """Switches a transformers model to sparse attention over a paged KV cache. `model.generate(...)` then works as before.
+    """Switches a transformers model to sparse attention over a paged KV cache. `model.generate(...)` then
+    works as before.
 
     Args:
         model: a decoder-only transformers model; wrappers of PEFT and torch.compile are looked through.
@@ -119,13 +128,16 @@ def enable(model: Any, config: SparseConfig | None = None, **keywords: Any) -> H
         A `Handle`; call `disable()` on it or use it as a context manager.
 
     Raises:
-        ValueError: the model is enabled already, or has an option that attention here would not honour, by name.
+        ValueError: the model is enabled already, or has an option that attention here would not honour, by
+            name.
         TypeError: both `config` and keywords, or not a transformers model.
 
     Mutates the model's `config._attn_implementation`; nothing is written by `save_pretrained`.
     """
     if config is not None and keywords:
-        raise TypeError(f"config: expected a SparseConfig or keywords, got both (keywords {sorted(keywords)})")
+        raise TypeError(
+            f"config: expected a SparseConfig or keywords, got both (keywords {sorted(keywords)})"
+        )
     if config is not None and not isinstance(config, SparseConfig):
         raise TypeError(f"config: expected a SparseConfig, got {type(config).__name__}")
     sparse = config if config is not None else SparseConfig(**keywords)
@@ -170,7 +182,7 @@ def _disable(model: PreTrainedModel, handle: Handle) -> None:
         _remove_hook_when_unused()
 
 
-# The hook in generate() ---------------------------------------------------------------------------------------------------
+# The hook in generate() -------------------------------------------------------------------------------------
 
 
 def _install_hook() -> None:
@@ -181,7 +193,9 @@ def _install_hook() -> None:
 
 
 def _remove_hook_when_unused() -> None:
-    """Puts transformers' own method back once no model is enabled; a hook that someone wrapped since stays, and is inert."""
+    """Puts transformers' own method back once no model is enabled; a hook that someone wrapped since stays,
+    and is inert.
+    """
     global _original_prepare
     with _lock:
         current = GenerationMixin._prepare_cache_for_generation
@@ -194,11 +208,17 @@ def _remove_hook_when_unused() -> None:
 def _prepare_cache(
     self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of `GenerationMixin._prepare_cache_for_generation`: our cache for enabled models, everything else as before."""
+    """In place of `GenerationMixin._prepare_cache_for_generation`: our cache for enabled models, everything
+    else as before.
+    """
     handle = _handles.get(self)
     if handle is not None and self.config._attn_implementation == ATTENTION_NAME:
         mask = model_kwargs.get("attention_mask")
-        if mask is not None and mask.dim() == 2 and mask.size(1) > (max_positions(self.config) or mask.size(1)):
+        if (
+            mask is not None
+            and mask.dim() == 2
+            and mask.size(1) > (max_positions(self.config) or mask.size(1))
+        ):
             check_positions(self.config, int(mask.sum(dim=1).max()))
         name = cache_argument(self)
         if (
@@ -211,11 +231,13 @@ def _prepare_cache(
     return _original_prepare(self, generation_config, model_kwargs, *args, **kwargs)
 
 
-# The check of positions ---------------------------------------------------------------------------------------------------
+# The check of positions -------------------------------------------------------------------------------------
 
 
 def _check_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before each forward: a prompt past the model's positions is refused by name, where an embedding would only say "index"."""
+    """Before each forward: a prompt past the model's positions is refused by name, where an embedding would
+    only say "index".
+    """
     if torch.compiler.is_compiling():
         return
     limit = max_positions(module.config)
@@ -240,5 +262,10 @@ def _check_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
 
 
 def _has_rotary_positions(config: Any) -> bool:
-    """Rotary models may decode past their trained positions, as they do unpatched; a table of positions simply ends."""
-    return getattr(config, "rope_theta", None) is not None or getattr(config, "rope_parameters", None) is not None
+    """Rotary models may decode past their trained positions, as they do unpatched; a table of positions
+    simply ends.
+    """
+    return (
+        getattr(config, "rope_theta", None) is not None
+        or getattr(config, "rope_parameters", None) is not None
+    )
