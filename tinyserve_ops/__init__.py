@@ -1,7 +1,8 @@
 """Query-aware sparse decode attention over a paged KV cache, for PyTorch.
 
-`enable(model, ...)` swaps the attention of a Hugging Face model; `PagedKVCache` and `ops` are the parts to build on.
-Importing loads the compiled operators and nothing else: no hook, no download, no CUDA initialisation.
+`enable(model, ...)` swaps the attention of a Hugging Face model; `PagedKVCache` and `ops` are the parts to
+build on. Importing loads the compiled operators and nothing else: no hook, no download, no CUDA
+initialisation.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ CUDA_OPS_FILE = FOLDER / "_ops_cuda.so"
 def load() -> None:
     """Registers the ops with torch; the CUDA kernels only where torch itself was built for CUDA.
 
-    Asking whether torch was built for CUDA, not whether a device is there, keeps the import free of driver calls
-    and safe to fork after.
+    Asking whether torch was built for CUDA, not whether a device is there, keeps the import free of driver
+    calls and safe to fork after.
 
     Raises:
         ImportError: the extension was not built.

@@ -33,8 +33,8 @@ def _select_pages(page_scores, cu_query_lens, seq_lens, page_budget, max_page_bu
 
 @torch.library.register_fake("tinyserve::attend_pages")
 def _attend_pages(  # type: ignore[no-untyped-def]
-    q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales, selected_pages, num_selected,
-    sm_scale, window=-1, softcap=0.0, return_page_lse=False,
+    q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales, selected_pages,
+    num_selected, sm_scale, window=-1, softcap=0.0, return_page_lse=False,
 ):  # fmt: skip
     out, lse = _attention_results(q)
     width = page_table.shape[1] if selected_pages is None else selected_pages.shape[2]
@@ -44,8 +44,8 @@ def _attend_pages(  # type: ignore[no-untyped-def]
 
 @torch.library.register_fake("tinyserve::sparse_decode")
 def _sparse_decode(  # type: ignore[no-untyped-def]
-    q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales, page_summary, page_budget,
-    max_page_budget, *args, **kwargs,
+    q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales, page_summary,
+    page_budget, max_page_budget, *args, **kwargs,
 ):  # fmt: skip
     return (*_attention_results(q), *_selection_results(q, q.shape[0], k_pages.shape[1], max_page_budget))
 

@@ -1,21 +1,24 @@
-"""The operators, with errors for people: `ValueError`/`TypeError` that name the argument, what was expected and got.
+"""The operators, with errors for people: `ValueError`/`TypeError` that name the argument, what was expected
+and got.
 
-Thin wrappers over `torch.ops.tinyserve.*`; `tinyserve_ops.reference` holds the definition of each in plain PyTorch.
+Thin wrappers over `torch.ops.tinyserve.*`; `tinyserve_ops.reference` holds the definition of each in plain
+PyTorch.
 
 Shapes and conventions shared by all (S = page_size, D = head_dim):
 
-- `q` [num_tokens, num_heads, D], `k`/`v` [num_tokens, num_kv_heads, D]: the new tokens of all sequences, packed one
-  sequence after the other; fp32, fp16 or bf16; any strides.
+- `q` [num_tokens, num_heads, D], `k`/`v` [num_tokens, num_kv_heads, D]: the new tokens of all sequences,
+  packed one sequence after the other; fp32, fp16 or bf16; any strides.
 - `cu_query_lens` int32 [batch + 1]: where each sequence's new tokens begin; the last entry is num_tokens.
 - `seq_lens` int32 [batch]: stored length of each sequence BEFORE its new tokens. New token i sits at position
   seq_lens + i; a negative position is a padding slot: never stored, output 0, lse -inf. No op changes it.
 - `page_table` int32 [batch, max_pages]: page id of each logical page, -1 where none.
-- `k_pages`/`v_pages` [num_pages, num_kv_heads, S, D]: the pool. Keys token-major (stride 1 over D) or channel-major
-  (stride 1 over S); values token-major. Page and head strides are free.
+- `k_pages`/`v_pages` [num_pages, num_kv_heads, S, D]: the pool. Keys token-major (stride 1 over D) or
+  channel-major (stride 1 over S); values token-major. Page and head strides are free.
 - `page_summary` uint8 [num_pages, num_kv_heads, summary_bytes]: what the scorer keeps of a full page
   (`tinyserve_ops.scorers`).
 - `window`: a row sees positions (p - window, p]; -1 for no window. `softcap`: must be 0.
-- `k_scales`/`v_scales` fp32 [num_pages, num_kv_heads, S]: for int8 pages, which are not implemented: must be None.
+- `k_scales`/`v_scales` fp32 [num_pages, num_kv_heads, S]: for int8 pages, which are not implemented: must be
+  None.
 
 No op has a gradient: an input that requires grad raises while grad mode is on.
 """
@@ -66,15 +69,16 @@ def append_kv(
     Mutates k_pages, v_pages, page_summary.
     """
     _run(
-        _OPS.append_kv.default, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales,
-        page_summary, scorer,
+        _OPS.append_kv.default, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
+        v_scales, page_summary, scorer,
     )  # fmt: skip
 
 
 def seal_pages(
     page_ids: Tensor, k_pages: Tensor, k_scales: Tensor | None, page_summary: Tensor, scorer: str
 ) -> None:
-    """Computes the summaries of full pages `page_ids` int32 [n] anew (after a restore, or for another scorer).
+    """Computes the summaries of full pages `page_ids` int32 [n] anew (after a restore, or for another
+    scorer).
 
     Mutates page_summary.
     """
@@ -96,8 +100,8 @@ def score_pages(
     """Estimates how much each page matters to each query (Quest, arXiv 2406.10774, for `bounds`).
 
     Returns:
-        page_scores fp32 [num_tokens, num_kv_heads, max_pages]: -inf for pages a row does not see, +inf for a last page
-        that is not full yet.
+        page_scores fp32 [num_tokens, num_kv_heads, max_pages]: -inf for pages a row does not see, +inf for a
+        last page that is not full yet.
     """
     result: Tensor = _run(
         _OPS.score_pages.default, q, cu_query_lens, seq_lens, page_table, page_summary, page_size, scorer,
@@ -124,12 +128,12 @@ def select_pages(
         max_page_budget: width of the result, at least the largest page_budget.
 
     Returns:
-        selected_pages int32 [num_tokens, num_kv_heads, max_page_budget], logical pages ascending, -1 padded, and
-        num_selected int32 [num_tokens, num_kv_heads].
+        selected_pages int32 [num_tokens, num_kv_heads, max_page_budget], logical pages ascending, -1 padded,
+        and num_selected int32 [num_tokens, num_kv_heads].
     """
     result: tuple[Tensor, Tensor] = _run(
-        _OPS.select_pages.default, page_scores, cu_query_lens, seq_lens, page_budget, max_page_budget, page_size,
-        num_sink_pages, num_recent_pages, window,
+        _OPS.select_pages.default, page_scores, cu_query_lens, seq_lens, page_budget, max_page_budget,
+        page_size, num_sink_pages, num_recent_pages, window,
     )  # fmt: skip
     return result
 
@@ -153,13 +157,13 @@ def attend_pages(
     """Attention of each row over a list of pages, or over every page it sees when `selected_pages` is None.
 
     Returns:
-        out [num_tokens, num_heads, D] of q's dtype, lse fp32 [num_tokens, num_heads] (natural log), and page_lse fp32
-        [num_tokens, num_heads, list width], the log-sum-exp of each listed page, -inf padded; shape [0] unless asked
-        for.
+        out [num_tokens, num_heads, D] of q's dtype, lse fp32 [num_tokens, num_heads] (natural log), and
+        page_lse fp32 [num_tokens, num_heads, list width], the log-sum-exp of each listed page, -inf padded;
+        shape [0] unless asked for.
     """
     result: tuple[Tensor, Tensor, Tensor] = _run(
-        _OPS.attend_pages.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales,
-        selected_pages, num_selected, sm_scale, window, softcap, return_page_lse,
+        _OPS.attend_pages.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
+        v_scales, selected_pages, num_selected, sm_scale, window, softcap, return_page_lse,
     )  # fmt: skip
     return result
 
@@ -184,7 +188,8 @@ def sparse_decode(
     window: int = -1,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`score_pages`, `select_pages` and `attend_pages` in one call (TinyServe, arXiv 2509.12211, algorithm 1).
+    """`score_pages`, `select_pages` and `attend_pages` in one call (TinyServe, arXiv 2509.12211, algorithm
+    1).
 
     Bit for bit what the three give one after the other.
 
@@ -192,9 +197,9 @@ def sparse_decode(
         out, lse, selected_pages, num_selected.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _run(
-        _OPS.sparse_decode.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales,
-        page_summary, page_budget, max_page_budget, scorer, group_reduction, sm_scale, num_sink_pages,
-        num_recent_pages, window, softcap,
+        _OPS.sparse_decode.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
+        v_scales, page_summary, page_budget, max_page_budget, scorer, group_reduction, sm_scale,
+        num_sink_pages, num_recent_pages, window, softcap,
     )  # fmt: skip
     return result
 
@@ -228,7 +233,8 @@ def prefill_attention(
     window: int = -1,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of several new tokens over the stored ones (from the pages) and over themselves (k, v).
+    """Causal attention of several new tokens over the stored ones (from the pages) and over themselves (k,
+    v).
 
     No length x length mask is built. Equal to the other ops within rounding, not bit for bit.
 
@@ -236,8 +242,8 @@ def prefill_attention(
         out [num_tokens, num_heads, D] of q's dtype and lse fp32 [num_tokens, num_heads].
     """
     result: tuple[Tensor, Tensor] = _run(
-        _OPS.prefill_attention.default, q, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
-        v_scales, sm_scale, window, softcap,
+        _OPS.prefill_attention.default, q, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages,
+        k_scales, v_scales, sm_scale, window, softcap,
     )  # fmt: skip
     return result
 
@@ -256,7 +262,14 @@ def copy_pages(
     A destination must be neither a source nor named twice. Mutates all parts.
     """
     _run(
-        _OPS.copy_pages.default, src_page_ids, dst_page_ids, k_pages, v_pages, k_scales, v_scales, page_summary
+        _OPS.copy_pages.default,
+        src_page_ids,
+        dst_page_ids,
+        k_pages,
+        v_pages,
+        k_scales,
+        v_scales,
+        page_summary,
     )
 
 
@@ -293,8 +306,8 @@ def scatter_pages(
 ) -> None:
     """Writes what `gather_pages` returned into the pages `page_ids`. Mutates the parts that are given."""
     _run(
-        _OPS.scatter_pages.default, page_ids, k, v, k_scales_in, v_scales_in, summary_in, k_pages, v_pages, k_scales,
-        v_scales, page_summary,
+        _OPS.scatter_pages.default, page_ids, k, v, k_scales_in, v_scales_in, summary_in, k_pages, v_pages,
+        k_scales, v_scales, page_summary,
     )  # fmt: skip
 
 
@@ -323,11 +336,16 @@ def _check_tensors(op: Any, args: tuple[object, ...]) -> None:
             continue
         device = device or arg.device
         if arg.device != device:
-            name = op._schema.arguments[index].name
-            raise ValueError(f"{name}: expected a tensor on {device} like the first argument, got {arg.device}")
-        if grad_enabled and arg.requires_grad:
-            name = op._schema.arguments[index].name
             raise ValueError(
-                f"{name}: expected a tensor that does not require grad (this op has no gradient), got one that does; "
-                "run it under torch.no_grad() or pass a detached tensor"
+                f"{_argument_name(op, index)}: expected a tensor on {device} like the first argument, "
+                f"got one on {arg.device}"
             )
+        if grad_enabled and arg.requires_grad:
+            raise ValueError(
+                f"{_argument_name(op, index)}: expected a tensor that does not require grad (this op has no "
+                "gradient), got one that does; run it under torch.no_grad() or pass a detached tensor"
+            )
+
+
+def _argument_name(op: Any, index: int) -> str:
+    return str(op._schema.arguments[index].name)

@@ -14,7 +14,7 @@ struct PagePoolView {
   void* data = nullptr;
   ElementType type = ElementType::kFloat32;
   int64_t num_pages = 0;
-  int64_t page_stride = 0;     // in elements, as all strides here
+  int64_t page_stride = 0;  // in elements, as all strides here
   int64_t head_stride = 0;
   int64_t token_stride = 0;
   int64_t channel_stride = 1;
@@ -33,7 +33,9 @@ struct PageSummaryView {
   int64_t page_stride = 0;
   int64_t head_stride = 0;
 
-  uint8_t* row(int64_t page_id, int64_t head) const { return data + page_id * page_stride + head * head_stride; }
+  uint8_t* row(int64_t page_id, int64_t head) const {
+    return data + page_id * page_stride + head * head_stride;
+  }
 };
 
 }  // namespace tinyserve::core

@@ -24,11 +24,11 @@ struct PageWrite {
   int64_t page_id;
   int32_t first_token;  // packed token index
   int32_t num_tokens;
-  int32_t first_slot;   // slot of first_token inside the page
+  int32_t first_slot;  // slot of first_token inside the page
 };
 
 struct AppendKvParams {
-  PackedView k;             // [num_tokens, num_kv_heads, head_dim]
+  PackedView k;  // [num_tokens, num_kv_heads, head_dim]
   PackedView v;
   const PageWrite* writes;  // [num_writes]
   int64_t num_kv_heads;
@@ -51,8 +51,8 @@ struct SealPagesParams {
 };
 
 struct ScorePagesParams {
-  PackedView q;      // [num_rows, num_heads, head_dim]
-  const Row* rows;   // [num_rows]
+  PackedView q;     // [num_rows, num_heads, head_dim]
+  const Row* rows;  // [num_rows]
   int64_t num_kv_heads;
   int64_t group_size;
   int64_t head_dim;
@@ -67,7 +67,7 @@ struct ScorePagesParams {
 };
 
 struct SelectPagesParams {
-  const float* page_scores;    // [num_rows, num_kv_heads, row_stride]
+  const float* page_scores;  // [num_rows, num_kv_heads, row_stride]
   int64_t row_stride;
   const Row* rows;             // [num_rows]
   const int32_t* page_budget;  // [batch]
@@ -101,8 +101,8 @@ struct AttendPagesParams {
 };
 
 struct MergeStatesParams {
-  const void* outs;    // [num_states, num_rows, num_heads, head_dim], contiguous
-  const float* lses;   // [num_states, num_rows, num_heads]
+  const void* outs;   // [num_states, num_rows, num_heads, head_dim], contiguous
+  const float* lses;  // [num_states, num_rows, num_heads]
   ElementType type;
   int64_t num_states;
   int64_t num_rows_heads;  // num_rows * num_heads
@@ -114,7 +114,7 @@ struct MergeStatesParams {
 // Consecutive query rows of one sequence that share their key tiles.
 struct PrefillBlock {
   const int32_t* page_table;
-  int64_t first_row;       // packed row
+  int64_t first_row;  // packed row
   int64_t num_rows;
   int64_t first_position;  // stored position of first_row
   int64_t stored;          // positions below come from the pages

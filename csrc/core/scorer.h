@@ -31,7 +31,7 @@ struct Scorer {
   std::string_view name;
   int num_vectors;
   SummaryVector vectors[kMaxSummaryVectors];
-  bool quantised;            // int8 codes behind a header; otherwise elements of `full_type`
+  bool quantised;  // int8 codes behind a header; otherwise elements of `full_type`
   ElementType full_type;
 
   constexpr int64_t code_bytes() const { return quantised ? 1 : element_size(full_type); }
@@ -52,7 +52,9 @@ inline constexpr Scorer kScorers[] = {
     {"mean", 1, {{PageStatistic::kMean, QueryFeature::kIdentity, 1.0F}, {}, {}}, true, {}},
     {"mean_std",
      2,
-     {{PageStatistic::kMean, QueryFeature::kIdentity, 1.0F}, {PageStatistic::kStd, QueryFeature::kAbsolute, 1.0F}, {}},
+     {{PageStatistic::kMean, QueryFeature::kIdentity, 1.0F},
+      {PageStatistic::kStd, QueryFeature::kAbsolute, 1.0F},
+      {}},
      true,
      {}},
     {"bounds_mean",

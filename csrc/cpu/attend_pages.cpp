@@ -87,8 +87,8 @@ void attend_chunk(const core::AttendPagesParams& params, const ChunkItem& item, 
     for (int64_t i = 0; i < num_pages; ++i) {
       const ChunkPage& page = pages[i];
       float* page_begin = logits + i * slots;
-      page_logits<kHeads>(q, params.k_pages, params.k_pages.page<T>(page.page_id, item.head), params.page_size,
-                          head_dim, page_begin, stride);
+      page_logits<kHeads>(q, params.k_pages, params.k_pages.page<T>(page.page_id, item.head),
+                          params.page_size, head_dim, page_begin, stride);
       for (int g = 0; g < kHeads; ++g) {
         float* page_logit = page_begin + g * stride;
         for (int64_t t = 0; t < slots; ++t) {
@@ -111,13 +111,15 @@ void attend_chunk(const core::AttendPagesParams& params, const ChunkItem& item, 
     for (int64_t i = 0; i < num_pages; ++i) {
       const ChunkPage& page = pages[i];
       accumulate_values<kHeads>(logits + i * slots, stride, params.v_pages.page<T>(page.page_id, item.head),
-                                params.v_pages.token_stride, page.first_slot, page.end_slot, head_dim, block_acc);
+                                params.v_pages.token_stride, page.first_slot, page.end_slot, head_dim,
+                                block_acc);
     }
   });
 }
 
 int64_t list_length(const core::AttendPagesParams& params, int64_t row_head, const core::Row& row) {
-  return params.num_selected != nullptr ? params.num_selected[row_head] : row.num_visible_pages(params.page_size);
+  return params.num_selected != nullptr ? params.num_selected[row_head]
+                                        : row.num_visible_pages(params.page_size);
 }
 
 float* partial_of(const core::AttendPagesParams& params, int64_t row_head, int64_t chunk) {
@@ -165,7 +167,9 @@ void merge_chunks(const core::AttendPagesParams& params, int64_t begin, int64_t 
     const core::Row& row = params.rows[row_head / params.num_kv_heads];
     const int64_t num_chunks = (list_length(params, row_head, row) + kChunkPages - 1) / kChunkPages;
     for (int64_t g = 0; g < params.group_size; ++g) {
-      const auto chunk_max = [&](int64_t c) { return partial_of(params, row_head, c)[params.group_size * head_dim + g]; };
+      const auto chunk_max = [&](int64_t c) {
+        return partial_of(params, row_head, c)[params.group_size * head_dim + g];
+      };
       const auto chunk_sum = [&](int64_t c) {
         return partial_of(params, row_head, c)[params.group_size * (head_dim + 1) + g];
       };

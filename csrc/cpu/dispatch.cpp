@@ -30,8 +30,8 @@ const KernelTable& choose() {
     if (const KernelTable* table = kernels_of(wanted)) return *table;
     std::string names;
     for (const std::string& name : core::available_cpu_targets()) names += (names.empty() ? "" : ", ") + name;
-    throw std::runtime_error("TINYSERVE_CPU_TARGET: expected one of " + names + " on this machine, got '" + wanted +
-                             "'");
+    throw std::runtime_error("TINYSERVE_CPU_TARGET: expected one of " + names + " on this machine, got '" +
+                             wanted + "'");
   }
   for (const Target& target : kTargets) {
     if (target.runs_here()) return *target.table;

@@ -14,13 +14,13 @@ using Kernel = void (*)(const Params& params, int64_t begin, int64_t end);
 
 struct KernelTable {
   const char* target;
-  Kernel<core::AppendKvParams> append_kv;         // items: write * num_kv_heads + head
-  Kernel<core::SealPagesParams> seal_pages;       // items: page * num_kv_heads + head
-  Kernel<core::ScorePagesParams> score_pages;     // items: (row * num_kv_heads + head) * max_chunks + chunk
-  Kernel<core::SelectPagesParams> select_pages;   // items: row * num_kv_heads + head
-  Kernel<core::AttendPagesParams> attend_pages;   // items: (row * num_kv_heads + head) * max_chunks + chunk
-  Kernel<core::AttendPagesParams> merge_chunks;   // items: row * num_kv_heads + head
-  Kernel<core::MergeStatesParams> merge_states;   // items: row * num_heads + head
+  Kernel<core::AppendKvParams> append_kv;        // items: write * num_kv_heads + head
+  Kernel<core::SealPagesParams> seal_pages;      // items: page * num_kv_heads + head
+  Kernel<core::ScorePagesParams> score_pages;    // items: (row * num_kv_heads + head) * max_chunks + chunk
+  Kernel<core::SelectPagesParams> select_pages;  // items: row * num_kv_heads + head
+  Kernel<core::AttendPagesParams> attend_pages;  // items: (row * num_kv_heads + head) * max_chunks + chunk
+  Kernel<core::AttendPagesParams> merge_chunks;  // items: row * num_kv_heads + head
+  Kernel<core::MergeStatesParams> merge_states;  // items: row * num_heads + head
   Kernel<core::PrefillAttentionParams> prefill_attention;  // items: block * num_kv_heads + head
 };
 
@@ -30,8 +30,14 @@ TINYSERVE_API const KernelTable& kernels();
 // The table of a named target; null where it was not built or this machine cannot run it.
 TINYSERVE_API const KernelTable* kernels_of(const char* target);
 
-namespace scalar { extern const KernelTable kKernels; }
-namespace avx2 { extern const KernelTable kKernels; }
-namespace avx512 { extern const KernelTable kKernels; }
+namespace scalar {
+extern const KernelTable kKernels;
+}
+namespace avx2 {
+extern const KernelTable kKernels;
+}
+namespace avx512 {
+extern const KernelTable kKernels;
+}
 
 }  // namespace tinyserve::cpu

@@ -44,8 +44,8 @@ void widen_keys(const T* token, int64_t token_stride, int64_t channel_stride, in
 }
 
 // Fills the tile with positions [begin, end); logits of the slots behind them are masked by the caller.
-void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, int64_t head, int64_t begin,
-               int64_t end, Tile& tile) {
+void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, int64_t head,
+               int64_t begin, int64_t end, Tile& tile) {
   const int64_t head_dim = params.head_dim;
   int64_t position = begin;
   while (position < end && position < block.stored) {
@@ -58,8 +58,8 @@ void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBl
     dispatch_element(params.k_pages.type, [&](auto* tag) {
       using T = std::remove_pointer_t<decltype(tag)>;
       const core::PagePoolView& k = params.k_pages;
-      widen_keys(k.page<T>(page_id, head) + slot * k.token_stride, k.token_stride, k.channel_stride, count, head_dim,
-                 tile.k + t);
+      widen_keys(k.page<T>(page_id, head) + slot * k.token_stride, k.token_stride, k.channel_stride, count,
+                 head_dim, tile.k + t);
       const T* value = params.v_pages.page<T>(page_id, head) + slot * params.v_pages.token_stride;
       for (int64_t i = 0; i < count; ++i) {
         load_row(value + i * params.v_pages.token_stride, head_dim, tile.v + (t + i) * head_dim);
@@ -71,10 +71,11 @@ void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBl
     const int64_t row = block.first_new_row + position - block.stored;
     const int64_t t = position - begin;
     float key[kMaxHeadDim];
-    load_row(params.k.data, params.k.type, row * params.k.token_stride + head * params.k.head_stride, head_dim, key);
+    load_row(params.k.data, params.k.type, row * params.k.token_stride + head * params.k.head_stride,
+             head_dim, key);
     for (int64_t d = 0; d < head_dim; ++d) tile.k[d * kTile + t] = key[d];
-    load_row(params.v.data, params.v.type, row * params.v.token_stride + head * params.v.head_stride, head_dim,
-             tile.v + t * head_dim);
+    load_row(params.v.data, params.v.type, row * params.v.token_stride + head * params.v.head_stride,
+             head_dim, tile.v + t * head_dim);
   }
   const int64_t filled = end - begin;
   for (int64_t d = 0; d < head_dim && filled < kTile; ++d) {
@@ -85,8 +86,8 @@ void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBl
 // Adds a tile of `num_slots` slots (a multiple of kLanes) that begins at position `tile_begin` to kHeads
 // queries, the first of which is `query`. Queries of one row are neighbours.
 template <int kHeads>
-void attend_tile(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, const Tile& tile,
-                 int64_t tile_begin, int64_t num_tokens, int64_t query, QueryState& state) {
+void attend_tile(const core::PrefillAttentionParams& params, const core::PrefillBlock& block,
+                 const Tile& tile, int64_t tile_begin, int64_t num_tokens, int64_t query, QueryState& state) {
   const int64_t head_dim = params.head_dim;
   const int64_t first_position = block.first_position + query / params.group_size;
   const int64_t last_position = block.first_position + (query + kHeads - 1) / params.group_size;
@@ -98,7 +99,8 @@ void attend_tile(const core::PrefillAttentionParams& params, const core::Prefill
   if (first_slot >= end_slot) return;
 
   const int64_t num_slots = round_up(end_slot);
-  channel_major_logits<kHeads>(state.q + query * head_dim, tile.k, kTile, num_slots, head_dim, state.logits, kTile);
+  channel_major_logits<kHeads>(state.q + query * head_dim, tile.k, kTile, num_slots, head_dim, state.logits,
+                               kTile);
   for (int g = 0; g < kHeads; ++g) {
     float* logits = state.logits + g * kTile;
     const int64_t position = block.first_position + (query + g) / params.group_size;
@@ -124,8 +126,8 @@ void attend_tile(const core::PrefillAttentionParams& params, const core::Prefill
                             state.acc + query * head_dim);
 }
 
-void attend_block(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, int64_t head, Tile& tile,
-                  QueryState& state) {
+void attend_block(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, int64_t head,
+                  Tile& tile, QueryState& state) {
   const int64_t head_dim = params.head_dim;
   const int64_t num_queries = block.num_rows * params.group_size;
   const int64_t num_heads = params.num_kv_heads * params.group_size;
@@ -133,7 +135,8 @@ void attend_block(const core::PrefillAttentionParams& params, const core::Prefil
     const int64_t row = block.first_row + query / params.group_size;
     const int64_t query_head = head * params.group_size + query % params.group_size;
     float* q = state.q + query * head_dim;
-    load_row(params.q.data, params.q.type, row * params.q.token_stride + query_head * params.q.head_stride, head_dim, q);
+    load_row(params.q.data, params.q.type, row * params.q.token_stride + query_head * params.q.head_stride,
+             head_dim, q);
     for (int64_t d = 0; d < head_dim; ++d) q[d] *= params.sm_scale;
     state.max[query] = kMinusInfinity;
     state.sum[query] = 0.0F;

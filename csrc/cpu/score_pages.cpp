@@ -14,16 +14,21 @@ inline constexpr int64_t kMaxFeatures = core::kMaxSummaryVectors * core::kMaxHea
 inline F32x8 query_feature(F32x8 q, core::QueryFeature feature) {
   const F32x8 zero = splat(0.0F);
   switch (feature) {
-    case core::QueryFeature::kPositivePart: return select(q < zero, zero, q);  // NaN stays NaN
-    case core::QueryFeature::kNegativePart: return select(q > zero, zero, q);
-    case core::QueryFeature::kAbsolute: return select(q < zero, -q, q);
-    case core::QueryFeature::kIdentity: break;
+    case core::QueryFeature::kPositivePart:
+      return select(q < zero, zero, q);  // NaN stays NaN
+    case core::QueryFeature::kNegativePart:
+      return select(q > zero, zero, q);
+    case core::QueryFeature::kAbsolute:
+      return select(q < zero, -q, q);
+    case core::QueryFeature::kIdentity:
+      break;
   }
   return q;
 }
 
 // features[v * head_dim + d] += weight * feature_v(q[d])
-void add_features(const float* q, int64_t head_dim, const core::Scorer& scorer, float scale, float* features) {
+void add_features(const float* q, int64_t head_dim, const core::Scorer& scorer, float scale,
+                  float* features) {
   for (int v = 0; v < scorer.num_vectors; ++v) {
     const F32x8 weight = splat(scorer.vectors[v].weight * scale);
     for (int64_t d = 0; d < head_dim; d += kLanes) {
@@ -34,8 +39,10 @@ void add_features(const float* q, int64_t head_dim, const core::Scorer& scorer, 
 }
 
 template <typename Code>
-float dot_vectors(const uint8_t* summary, const core::Scorer& scorer, const float* features, int64_t head_dim) {
-  const auto* codes = reinterpret_cast<const Code*>(summary + (scorer.quantised ? core::kSummaryHeaderBytes : 0));
+float dot_vectors(const uint8_t* summary, const core::Scorer& scorer, const float* features,
+                  int64_t head_dim) {
+  const auto* codes =
+      reinterpret_cast<const Code*>(summary + (scorer.quantised ? core::kSummaryHeaderBytes : 0));
   F32x8 total = splat(0.0F);
   for (int v = 0; v < scorer.num_vectors; ++v) {
     F32x8 even = splat(0.0F);
@@ -55,7 +62,8 @@ float dot_vectors(const uint8_t* summary, const core::Scorer& scorer, const floa
   return horizontal_sum(total);
 }
 
-float dot_summary(const uint8_t* summary, const core::Scorer& scorer, const float* features, int64_t head_dim) {
+float dot_summary(const uint8_t* summary, const core::Scorer& scorer, const float* features,
+                  int64_t head_dim) {
   if (scorer.quantised) return dot_vectors<int8_t>(summary, scorer, features, head_dim);
   float dot = 0.0F;
   dispatch_element(scorer.full_type, [&](auto* tag) {
@@ -98,8 +106,8 @@ void score_pages(const core::ScorePagesParams& params, int64_t begin, int64_t en
         const int64_t last = group_max ? f + 1 : params.group_size;
         const float scale = params.sm_scale / (group_max ? 1.0F : static_cast<float>(params.group_size));
         for (int64_t g = first; g < last; ++g) {
-          load_row(params.q.data, params.q.type, query + (head * params.group_size + g) * params.q.head_stride,
-                   params.head_dim, q);
+          load_row(params.q.data, params.q.type,
+                   query + (head * params.group_size + g) * params.q.head_stride, params.head_dim, q);
           add_features(q, params.head_dim, scorer, scale, features);
         }
         features_of = row_head;

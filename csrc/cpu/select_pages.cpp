@@ -69,7 +69,8 @@ void select_pages(const core::SelectPagesParams& params, int64_t begin, int64_t 
     int64_t count = 0;
     for (int64_t page = first_page; page < sink_end; ++page) selected[count++] = static_cast<int32_t>(page);
     if (num_free >= recent_begin - sink_end) {
-      for (int64_t page = sink_end; page < recent_begin; ++page) selected[count++] = static_cast<int32_t>(page);
+      for (int64_t page = sink_end; page < recent_begin; ++page)
+        selected[count++] = static_cast<int32_t>(page);
     } else if (num_free > 0) {
       Threshold threshold = find_threshold(scores, sink_end, recent_begin, num_free);
       for (int64_t page = sink_end; page < recent_begin; ++page) {

@@ -120,10 +120,13 @@ inline F32x8 load_first(const T* p, int64_t n) {
   return x;
 }
 
-inline float horizontal_sum(F32x8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+inline float horizontal_sum(F32x8 x) {
+  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
 
 inline F32x8 select(I32x8 mask, F32x8 yes, F32x8 no) {
-  return reinterpret_cast<F32x8>((mask & reinterpret_cast<I32x8>(yes)) | (~mask & reinterpret_cast<I32x8>(no)));
+  return reinterpret_cast<F32x8>((mask & reinterpret_cast<I32x8>(yes)) |
+                                 (~mask & reinterpret_cast<I32x8>(no)));
 }
 
 // exp(x) for x <= 0, relative error below 2e-6; 0 below the smallest normal result, NaN stays NaN.
@@ -142,7 +145,8 @@ inline F32x8 exp_nonpositive(F32x8 x) {
   p = p * r + splat(0.5F);
   p = p * r + splat(1.0F);
   p = p * r + splat(1.0F);
-  const I32x8 exponent = (reinterpret_cast<I32x8>(shifted) - reinterpret_cast<I32x8>(splat(12582912.0F))) << 23;
+  const I32x8 exponent = (reinterpret_cast<I32x8>(shifted) - reinterpret_cast<I32x8>(splat(12582912.0F)))
+                         << 23;
   const F32x8 scaled = reinterpret_cast<F32x8>(reinterpret_cast<I32x8>(p) + exponent);
   const F32x8 result = select(x != x, x, scaled);
   return select(underflow, splat(0.0F), result);
@@ -154,9 +158,12 @@ inline float exp_nonpositive(float x) { return exp_nonpositive(splat(x))[0]; }
 template <typename F>
 inline void dispatch_element(core::ElementType type, const F& f) {
   switch (type) {
-    case core::ElementType::kFloat32: return f(static_cast<float*>(nullptr));
-    case core::ElementType::kFloat16: return f(static_cast<core::Half*>(nullptr));
-    case core::ElementType::kBFloat16: return f(static_cast<core::BFloat16*>(nullptr));
+    case core::ElementType::kFloat32:
+      return f(static_cast<float*>(nullptr));
+    case core::ElementType::kFloat16:
+      return f(static_cast<core::Half*>(nullptr));
+    case core::ElementType::kBFloat16:
+      return f(static_cast<core::BFloat16*>(nullptr));
   }
 }
 

@@ -18,7 +18,7 @@ constexpr int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLane
 // logits[g * stride + t] = dot(q_g, k_t) for every token of a channel-major tile.
 template <int kHeads, typename T>
 inline void channel_major_logits(const float* q, const T* keys, int64_t channel_stride, int64_t page_size,
-                                      int64_t head_dim, float* logits, int64_t stride) {
+                                 int64_t head_dim, float* logits, int64_t stride) {
   int64_t t = 0;
   for (; t + 2 * kLanes <= page_size; t += 2 * kLanes) {
     F32x8 low[kHeads];
@@ -54,8 +54,9 @@ inline void channel_major_logits(const float* q, const T* keys, int64_t channel_
 
 // acc[g] += sum over the visible slots of probabilities[g] * v
 template <int kHeads, typename T>
-inline void accumulate_values(const float* probabilities, int64_t stride, const T* values, int64_t token_stride,
-                              int64_t first_slot, int64_t end_slot, int64_t head_dim, float* acc) {
+inline void accumulate_values(const float* probabilities, int64_t stride, const T* values,
+                              int64_t token_stride, int64_t first_slot, int64_t end_slot, int64_t head_dim,
+                              float* acc) {
   int64_t d = 0;
   for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
     F32x8 low[kHeads];
@@ -120,10 +121,18 @@ template <typename F>
 inline void for_each_head_block(int64_t group_size, const F& f) {
   for (int64_t g = 0; g < group_size; g += kHeadBlock) {
     switch (group_size - g < kHeadBlock ? group_size - g : kHeadBlock) {
-      case 1: f(g, std::integral_constant<int, 1>{}); break;
-      case 2: f(g, std::integral_constant<int, 2>{}); break;
-      case 3: f(g, std::integral_constant<int, 3>{}); break;
-      default: f(g, std::integral_constant<int, 4>{}); break;
+      case 1:
+        f(g, std::integral_constant<int, 1>{});
+        break;
+      case 2:
+        f(g, std::integral_constant<int, 2>{});
+        break;
+      case 3:
+        f(g, std::integral_constant<int, 3>{});
+        break;
+      default:
+        f(g, std::integral_constant<int, 4>{});
+        break;
     }
   }
 }

@@ -13,14 +13,19 @@
 namespace tinyserve::cpu::TINYSERVE_TARGET {
 namespace {
 
-inline float clamp_magnitude(float x, float largest) { return x > largest ? largest : (x < -largest ? -largest : x); }
+inline float clamp_magnitude(float x, float largest) {
+  return x > largest ? largest : (x < -largest ? -largest : x);
+}
 
 inline float largest_finite(const core::Scorer& scorer) {
   if (scorer.quantised) return 3.40282347e+38F;
   switch (scorer.full_type) {
-    case core::ElementType::kFloat16: return 65504.0F;
-    case core::ElementType::kBFloat16: return 3.38953139e+38F;
-    case core::ElementType::kFloat32: break;
+    case core::ElementType::kFloat16:
+      return 65504.0F;
+    case core::ElementType::kBFloat16:
+      return 3.38953139e+38F;
+    case core::ElementType::kFloat32:
+      break;
   }
   return 3.40282347e+38F;
 }
@@ -40,7 +45,8 @@ inline int round_nearest(float x) {
 
 inline int clamp_code(int code) { return code > 127 ? 127 : (code < -127 ? -127 : code); }
 
-// One int8 code such that scale * code bounds the value from above (kMax), from below (kMin), or is the nearest.
+// One int8 code such that scale * code bounds the value from above (kMax), from below (kMin), or is the
+// nearest.
 inline int8_t encode(float value, float scale, core::PageStatistic statistic) {
   if (scale == 0.0F || value != value) return 0;
   int code = clamp_code(round_nearest(value / scale));
@@ -55,7 +61,8 @@ inline int8_t encode(float value, float scale, core::PageStatistic statistic) {
 }
 
 template <typename T>
-inline float page_statistic(const T* channel, int64_t token_stride, int64_t page_size, core::PageStatistic statistic) {
+inline float page_statistic(const T* channel, int64_t token_stride, int64_t page_size,
+                            core::PageStatistic statistic) {
   if (statistic == core::PageStatistic::kMax || statistic == core::PageStatistic::kMin) {
     const bool is_max = statistic == core::PageStatistic::kMax;
     float extreme = 0.0F;
@@ -94,7 +101,8 @@ inline void summarise_page_of(const T* keys, int64_t token_stride, int64_t chann
     const core::PageStatistic statistic = scorer.vectors[v].statistic;
     float amax = 0.0F;
     for (int64_t d = 0; d < head_dim; ++d) {
-      values[d] = clamp_magnitude(page_statistic(keys + d * channel_stride, token_stride, page_size, statistic), largest);
+      values[d] = clamp_magnitude(
+          page_statistic(keys + d * channel_stride, token_stride, page_size, statistic), largest);
       const float magnitude = __builtin_fabsf(values[d]);
       if (magnitude > amax) amax = magnitude;
     }
@@ -118,8 +126,8 @@ inline void summarise_page(const core::PagePoolView& pool, int64_t page_id, int6
                            int64_t head_dim, const core::Scorer& scorer, uint8_t* summary) {
   dispatch_element(pool.type, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    summarise_page_of<T>(pool.page<T>(page_id, head), pool.token_stride, pool.channel_stride, page_size, head_dim,
-                         scorer, summary);
+    summarise_page_of<T>(pool.page<T>(page_id, head), pool.token_stride, pool.channel_stride, page_size,
+                         head_dim, scorer, summary);
   });
 }
 

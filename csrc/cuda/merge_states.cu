@@ -46,7 +46,8 @@ __global__ void merge_states_kernel(core::MergeStatesParams params) {
 
 template <typename T>
 cudaError_t launch(const core::MergeStatesParams& params, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(params.num_rows_heads < kMaxBlocks ? params.num_rows_heads : kMaxBlocks);
+  const auto blocks =
+      static_cast<unsigned>(params.num_rows_heads < kMaxBlocks ? params.num_rows_heads : kMaxBlocks);
   merge_states_kernel<T><<<blocks, static_cast<unsigned>(params.head_dim), 0, stream>>>(params);
   return cudaGetLastError();
 }
@@ -56,9 +57,12 @@ cudaError_t launch(const core::MergeStatesParams& params, cudaStream_t stream) {
 cudaError_t merge_states(const core::MergeStatesParams& params, cudaStream_t stream) {
   if (params.num_rows_heads == 0) return cudaSuccess;
   switch (params.type) {
-    case core::ElementType::kFloat32: return launch<float>(params, stream);
-    case core::ElementType::kFloat16: return launch<__half>(params, stream);
-    case core::ElementType::kBFloat16: return launch<__nv_bfloat16>(params, stream);
+    case core::ElementType::kFloat32:
+      return launch<float>(params, stream);
+    case core::ElementType::kFloat16:
+      return launch<__half>(params, stream);
+    case core::ElementType::kBFloat16:
+      return launch<__nv_bfloat16>(params, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -58,11 +58,12 @@ void append_kv(Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor
         check_summary(*page_summary, *params.scorer, pools.num_pages, pools.num_kv_heads, pools.head_dim);
   }
   // A window of 1: only the pages that receive tokens are checked, not the whole history.
-  const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, k.size(0), pools.page_size, /*window=*/1,
-                                  pools.num_pages);
+  const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, k.size(0), pools.page_size,
+                                  /*window=*/1, pools.num_pages);
   const std::vector<core::PageWrite> writes = plan_writes(batch, pools.page_size);
   params.writes = writes.data();
-  run(cpu::kernels().append_kv, params, static_cast<int64_t>(writes.size()) * pools.num_kv_heads, /*grain=*/8);
+  run(cpu::kernels().append_kv, params, static_cast<int64_t>(writes.size()) * pools.num_kv_heads,
+      /*grain=*/8);
 }
 
 void seal_pages(Tensor page_ids, Tensor k_pages, std::optional<Tensor> k_scales, Tensor page_summary,

@@ -56,8 +56,8 @@ void check_lists(const Batch& batch, const int32_t* selected, const int32_t* cou
     const int64_t end = row.end_page(pools.page_size);
     for (int64_t head = 0; head < pools.num_kv_heads; ++head) {
       const int64_t row_head = static_cast<int64_t>(r) * pools.num_kv_heads + head;
-      TINYSERVE_CHECK(counts[row_head] >= 0 && counts[row_head] <= width, "num_selected: expected 0 to ", width,
-                      ", got ", counts[row_head], " for token ", r, ", kv head ", head);
+      TINYSERVE_CHECK(counts[row_head] >= 0 && counts[row_head] <= width, "num_selected: expected 0 to ",
+                      width, ", got ", counts[row_head], " for token ", r, ", kv head ", head);
       int64_t previous = -1;
       for (int64_t i = 0; i < counts[row_head]; ++i) {
         const int32_t page = selected[row_head * width + i];
@@ -70,11 +70,13 @@ void check_lists(const Batch& batch, const int32_t* selected, const int32_t* cou
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> attend_pages(Tensor q, Tensor cu_query_lens, Tensor seq_lens, Tensor page_table,
-                                                Tensor k_pages, Tensor v_pages, std::optional<Tensor> k_scales,
-                                                std::optional<Tensor> v_scales, std::optional<Tensor> selected_pages,
-                                                std::optional<Tensor> num_selected, double sm_scale, int64_t window,
-                                                double softcap, bool return_page_lse) {
+std::tuple<Tensor, Tensor, Tensor> attend_pages(Tensor q, Tensor cu_query_lens, Tensor seq_lens,
+                                                Tensor page_table, Tensor k_pages, Tensor v_pages,
+                                                std::optional<Tensor> k_scales,
+                                                std::optional<Tensor> v_scales,
+                                                std::optional<Tensor> selected_pages,
+                                                std::optional<Tensor> num_selected, double sm_scale,
+                                                int64_t window, double softcap, bool return_page_lse) {
   const KvPools pools = check_pools(k_pages, v_pages, k_scales, v_scales);
   Attention attention = check_attention(q, pools, sm_scale, softcap);
   // With page lists only the listed pages are read, and check_lists looks at those.
@@ -91,7 +93,8 @@ std::tuple<Tensor, Tensor, Tensor> attend_pages(Tensor q, Tensor cu_query_lens, 
     check_int32(*num_selected, "num_selected", 2, "[num_tokens, num_kv_heads]");
     for (int64_t axis = 0; axis < 2; ++axis) {
       const int64_t expected = axis == 0 ? q.size(0) : pools.num_kv_heads;
-      check_size(*selected_pages, "selected_pages", axis, expected, axis == 0 ? "num_tokens" : "num_kv_heads");
+      check_size(*selected_pages, "selected_pages", axis, expected,
+                 axis == 0 ? "num_tokens" : "num_kv_heads");
       check_size(*num_selected, "num_selected", axis, expected, axis == 0 ? "num_tokens" : "num_kv_heads");
     }
     lists = selected_pages->is_contiguous() ? *selected_pages : torch::stable::contiguous(*selected_pages);
@@ -114,13 +117,14 @@ std::tuple<Tensor, Tensor, Tensor> attend_pages(Tensor q, Tensor cu_query_lens, 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_decode(
     Tensor q, Tensor cu_query_lens, Tensor seq_lens, Tensor page_table, Tensor k_pages, Tensor v_pages,
     std::optional<Tensor> k_scales, std::optional<Tensor> v_scales, Tensor page_summary, Tensor page_budget,
-    int64_t max_page_budget, std::string scorer, std::string group_reduction, double sm_scale, int64_t num_sink_pages,
-    int64_t num_recent_pages, int64_t window, double softcap) {
+    int64_t max_page_budget, std::string scorer, std::string group_reduction, double sm_scale,
+    int64_t num_sink_pages, int64_t num_recent_pages, int64_t window, double softcap) {
   const KvPools pools = check_pools(k_pages, v_pages, k_scales, v_scales);
   Attention attention = check_attention(q, pools, sm_scale, softcap);
   Tensor keep_q;
-  core::ScorePagesParams scoring = check_score_pages(q, keep_q, pools.num_kv_heads, pools.page_size, scorer,
-                                                     group_reduction, sm_scale, page_summary, pools.num_pages);
+  core::ScorePagesParams scoring =
+      check_score_pages(q, keep_q, pools.num_kv_heads, pools.page_size, scorer, group_reduction, sm_scale,
+                        page_summary, pools.num_pages);
   const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, q.size(0), pools.page_size, window,
                                   pools.num_pages);
   const int32_t* budgets =
@@ -132,7 +136,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_decode(
   // Scores are indexed by logical page, so a row takes as many as its last visible page.
   int64_t row_stride = 0;
   for (const core::Row& row : batch.rows) row_stride = std::max(row_stride, row.end_page(pools.page_size));
-  scoring.page_scores = core::Scratch::reserve(static_cast<size_t>(num_rows * pools.num_kv_heads * row_stride));
+  scoring.page_scores =
+      core::Scratch::reserve(static_cast<size_t>(num_rows * pools.num_kv_heads * row_stride));
   scoring.row_stride = row_stride;
   run_score_pages(scoring, batch);
   const core::SelectPagesParams selection{

@@ -9,17 +9,28 @@ namespace {
 
 std::string dtype_name(ScalarType type) {
   switch (type) {
-    case ScalarType::Byte: return "uint8";
-    case ScalarType::Char: return "int8";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Half: return "float16";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Bool: return "bool";
-    case ScalarType::BFloat16: return "bfloat16";
-    default: return "scalar type " + std::to_string(static_cast<int>(type));
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    default:
+      return "scalar type " + std::to_string(static_cast<int>(type));
   }
 }
 
@@ -34,7 +45,8 @@ core::PagePoolView view_pool(const Tensor& pages, core::ElementType type) {
 }
 
 void refuse_scales(const std::optional<Tensor>& scales, const char* name) {
-  TINYSERVE_CHECK(!scales.has_value(), name, ": expected None (int8 pages are not implemented), got a tensor");
+  TINYSERVE_CHECK(!scales.has_value(), name,
+                  ": expected None (int8 pages are not implemented), got a tensor");
 }
 
 }  // namespace
@@ -48,7 +60,8 @@ std::string shape_text(const Tensor& tensor) {
 }
 
 void check_cpu(const Tensor& tensor, const char* name) {
-  TINYSERVE_CHECK(tensor.is_cpu(), name, ": expected a tensor on the CPU like the others, got one on another device");
+  TINYSERVE_CHECK(tensor.is_cpu(), name,
+                  ": expected a tensor on the CPU like the others, got one on another device");
 }
 
 void check_dim(const Tensor& tensor, const char* name, int64_t dim, const char* shape) {
@@ -56,8 +69,8 @@ void check_dim(const Tensor& tensor, const char* name, int64_t dim, const char* 
 }
 
 void check_size(const Tensor& tensor, const char* name, int64_t axis, int64_t expected, const char* meaning) {
-  TINYSERVE_CHECK(tensor.size(axis) == expected, name, ": expected size ", expected, " (", meaning, ") at axis ", axis,
-                  ", got shape ", shape_text(tensor));
+  TINYSERVE_CHECK(tensor.size(axis) == expected, name, ": expected size ", expected, " (", meaning,
+                  ") at axis ", axis, ", got shape ", shape_text(tensor));
 }
 
 const int32_t* check_int32(const Tensor& tensor, const char* name, int64_t dim, const char* shape) {
@@ -73,9 +86,12 @@ const int32_t* check_int32(const Tensor& tensor, const char* name, int64_t dim, 
 core::ElementType check_element_type(const Tensor& tensor, const char* name) {
   check_cpu(tensor, name);
   switch (tensor.scalar_type()) {
-    case ScalarType::Float: return core::ElementType::kFloat32;
-    case ScalarType::Half: return core::ElementType::kFloat16;
-    case ScalarType::BFloat16: return core::ElementType::kBFloat16;
+    case ScalarType::Float:
+      return core::ElementType::kFloat32;
+    case ScalarType::Half:
+      return core::ElementType::kFloat16;
+    case ScalarType::BFloat16:
+      return core::ElementType::kBFloat16;
     default:
       TINYSERVE_CHECK(false, name, ": expected dtype float32, float16 or bfloat16, got ",
                       dtype_name(tensor.scalar_type()));
@@ -94,35 +110,37 @@ core::PackedView check_packed(const Tensor& tensor, const char* name, Tensor& ke
 }
 
 void check_page_size(int64_t page_size) {
-  TINYSERVE_CHECK(page_size >= 1 && page_size <= core::kMaxPageSize, "page_size: expected 1 to ", core::kMaxPageSize,
-                  ", got ", page_size);
+  TINYSERVE_CHECK(page_size >= 1 && page_size <= core::kMaxPageSize, "page_size: expected 1 to ",
+                  core::kMaxPageSize, ", got ", page_size);
 }
 
 void check_head_dim(int64_t head_dim) {
-  TINYSERVE_CHECK(
-      head_dim >= core::kMinHeadDim && head_dim <= core::kMaxHeadDim && head_dim % core::kHeadDimMultiple == 0,
-      "head_dim: expected a multiple of ", core::kHeadDimMultiple, " from ", core::kMinHeadDim, " to ",
-      core::kMaxHeadDim, ", got ", head_dim);
+  TINYSERVE_CHECK(head_dim >= core::kMinHeadDim && head_dim <= core::kMaxHeadDim &&
+                      head_dim % core::kHeadDimMultiple == 0,
+                  "head_dim: expected a multiple of ", core::kHeadDimMultiple, " from ", core::kMinHeadDim,
+                  " to ", core::kMaxHeadDim, ", got ", head_dim);
 }
 
 int64_t check_group_size(int64_t num_heads, int64_t num_kv_heads) {
   TINYSERVE_CHECK(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && num_heads > 0,
-                  "q: expected a number of query heads that is a multiple of the ", num_kv_heads, " kv heads, got ",
-                  num_heads);
+                  "q: expected a number of query heads that is a multiple of the ", num_kv_heads,
+                  " kv heads, got ", num_heads);
   return num_heads / num_kv_heads;
 }
 
 core::PagePoolView check_k_pages(const Tensor& k_pages, const std::optional<Tensor>& k_scales) {
-  TINYSERVE_CHECK(k_pages.scalar_type() != ScalarType::Char,
-                  "k_pages: expected dtype float32, float16 or bfloat16 (int8 pages are not implemented), got int8");
+  TINYSERVE_CHECK(
+      k_pages.scalar_type() != ScalarType::Char,
+      "k_pages: expected dtype float32, float16 or bfloat16 (int8 pages are not implemented), got int8");
   refuse_scales(k_scales, "k_scales");
   const core::ElementType type = check_element_type(k_pages, "k_pages");
   check_dim(k_pages, "k_pages", 4, "[num_pages, num_kv_heads, page_size, head_dim]");
   check_page_size(k_pages.size(2));
   check_head_dim(k_pages.size(3));
-  TINYSERVE_CHECK(k_pages.stride(3) == 1 || k_pages.stride(2) == 1 || k_pages.size(2) == 1,
-                  "k_pages: expected stride 1 over head_dim (token-major) or over page_size (channel-major), got ",
-                  k_pages.stride(3), " and ", k_pages.stride(2));
+  TINYSERVE_CHECK(
+      k_pages.stride(3) == 1 || k_pages.stride(2) == 1 || k_pages.size(2) == 1,
+      "k_pages: expected stride 1 over head_dim (token-major) or over page_size (channel-major), got ",
+      k_pages.stride(3), " and ", k_pages.stride(2));
   return view_pool(k_pages, type);
 }
 
@@ -136,8 +154,8 @@ KvPools check_pools(const Tensor& k_pages, const Tensor& v_pages, const std::opt
                 .head_dim = k_pages.size(3)};
   refuse_scales(v_scales, "v_scales");
   const core::ElementType v_type = check_element_type(v_pages, "v_pages");
-  TINYSERVE_CHECK(v_type == pools.k.type, "v_pages: expected dtype of k_pages, ", dtype_name(k_pages.scalar_type()),
-                  ", got ", dtype_name(v_pages.scalar_type()));
+  TINYSERVE_CHECK(v_type == pools.k.type, "v_pages: expected dtype of k_pages, ",
+                  dtype_name(k_pages.scalar_type()), ", got ", dtype_name(v_pages.scalar_type()));
   TINYSERVE_CHECK(shape_text(v_pages) == shape_text(k_pages), "v_pages: expected the shape of k_pages, ",
                   shape_text(k_pages), ", got ", shape_text(v_pages));
   TINYSERVE_CHECK(v_pages.stride(3) == 1, "v_pages: expected stride 1 over head_dim (token-major), got ",
@@ -150,7 +168,8 @@ const core::Scorer* check_scorer(const std::string& name) {
   const core::Scorer* scorer = core::find_scorer(name);
   if (scorer == nullptr) {
     std::string names;
-    for (const core::Scorer& known : core::kScorers) names += (names.empty() ? "" : ", ") + std::string(known.name);
+    for (const core::Scorer& known : core::kScorers)
+      names += (names.empty() ? "" : ", ") + std::string(known.name);
     TINYSERVE_CHECK(false, "scorer: expected one of ", names, ", got '", name, "'");
   }
   return scorer;
@@ -175,8 +194,8 @@ core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scor
 const int32_t* check_page_ids(const Tensor& page_ids, const char* name, int64_t num_pages) {
   const int32_t* ids = check_int32(page_ids, name, 1, "[num_page_ids]");
   for (int64_t i = 0; i < page_ids.size(0); ++i) {
-    TINYSERVE_CHECK(ids[i] >= 0 && ids[i] < num_pages, name, ": expected page ids from 0 to ", num_pages - 1, ", got ",
-                    ids[i], " at index ", i);
+    TINYSERVE_CHECK(ids[i] >= 0 && ids[i] < num_pages, name, ": expected page ids from 0 to ", num_pages - 1,
+                    ", got ", ids[i], " at index ", i);
   }
   return ids;
 }
@@ -192,15 +211,18 @@ void check_starts(const int32_t* cu_query_lens, int64_t batch_size, int64_t num_
   }
 }
 
-void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end, int64_t num_pages) {
+void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end,
+                         int64_t num_pages) {
   for (int64_t page = first; page < end; ++page) {
-    TINYSERVE_CHECK(table_row[page] >= 0 && table_row[page] < num_pages, "page_table: expected page ids from 0 to ",
-                    num_pages - 1, ", got ", table_row[page], " for sequence ", sequence, ", page ", page);
+    TINYSERVE_CHECK(table_row[page] >= 0 && table_row[page] < num_pages,
+                    "page_table: expected page ids from 0 to ", num_pages - 1, ", got ", table_row[page],
+                    " for sequence ", sequence, ", page ", page);
   }
 }
 
-Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table, int64_t max_pages,
-                  int64_t num_tokens, int64_t page_size, int64_t window, int64_t num_pages) {
+Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
+                  int64_t max_pages, int64_t num_tokens, int64_t page_size, int64_t window,
+                  int64_t num_pages) {
   check_page_size(page_size);
   check_window(window);
   Batch batch;
@@ -230,9 +252,9 @@ Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Ten
       end_page = std::max(end_page, row.end_page(page_size));
       batch.rows.push_back(row);
     }
-    TINYSERVE_CHECK(end_page <= batch.max_pages, page_table == nullptr ? "page_scores" : "page_table", ": expected at least ",
-                    end_page, " pages for sequence ", sequence, " (seq_lens ", batch.seq_lens[sequence], " and ",
-                    query_len, " new tokens), got ", batch.max_pages);
+    TINYSERVE_CHECK(end_page <= batch.max_pages, page_table == nullptr ? "page_scores" : "page_table",
+                    ": expected at least ", end_page, " pages for sequence ", sequence, " (seq_lens ",
+                    batch.seq_lens[sequence], " and ", query_len, " new tokens), got ", batch.max_pages);
     if (table_row != nullptr && num_pages >= 0) {
       check_table_entries(table_row, sequence, first_page, end_page, num_pages);
     }
@@ -250,7 +272,8 @@ void check_softcap(double softcap) {
 
 void check_forced_pages(int64_t num_sink_pages, int64_t num_recent_pages) {
   TINYSERVE_CHECK(num_sink_pages >= 0, "num_sink_pages: expected at least 0, got ", num_sink_pages);
-  TINYSERVE_CHECK(num_recent_pages >= 1, "num_recent_pages: expected at least 1 (the last page is always attended), got ",
+  TINYSERVE_CHECK(num_recent_pages >= 1,
+                  "num_recent_pages: expected at least 1 (the last page is always attended), got ",
                   num_recent_pages);
 }
 
@@ -263,8 +286,8 @@ const int32_t* check_page_budget(const Tensor& page_budget, const Batch& batch, 
   for (int64_t sequence = 0; sequence < batch.batch_size; ++sequence) {
     TINYSERVE_CHECK(budgets[sequence] >= num_forced && budgets[sequence] <= max_page_budget,
                     "page_budget: expected from the ", num_forced,
-                    " forced pages (num_sink_pages + num_recent_pages) to max_page_budget ", max_page_budget, ", got ",
-                    budgets[sequence], " for sequence ", sequence);
+                    " forced pages (num_sink_pages + num_recent_pages) to max_page_budget ", max_page_budget,
+                    ", got ", budgets[sequence], " for sequence ", sequence);
   }
   return budgets;
 }

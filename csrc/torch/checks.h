@@ -81,14 +81,16 @@ struct Batch {
 
 // `page_table` may be absent (select_pages needs none); then `max_pages` bounds the visible pages.
 // `num_pages` >= 0 also checks the page ids of every logical page that a row sees.
-Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table, int64_t max_pages,
-                  int64_t num_tokens, int64_t page_size, int64_t window, int64_t num_pages);
+Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
+                  int64_t max_pages, int64_t num_tokens, int64_t page_size, int64_t window,
+                  int64_t num_pages);
 
 // cu_query_lens [batch + 1]: ascending from 0 to num_tokens.
 void check_starts(const int32_t* cu_query_lens, int64_t batch_size, int64_t num_tokens);
 
 // Page ids of logical pages [first, end) of one sequence.
-void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end, int64_t num_pages);
+void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end,
+                         int64_t num_pages);
 
 void check_window(int64_t window);
 void check_softcap(double softcap);

@@ -1,5 +1,5 @@
-// copy_pages, gather_pages, scatter_pages: whole pages move between pools and contiguous tensors; keys, values,
-// scales and summaries together. They move bits, so every element type and layout is accepted.
+// copy_pages, gather_pages, scatter_pages: whole pages move between pools and contiguous tensors; keys,
+// values, scales and summaries together. They move bits, so every element type and layout is accepted.
 
 #include <algorithm>
 #include <array>
@@ -29,11 +29,15 @@ struct Part {
 int64_t element_bytes(const Tensor& tensor, const char* name) {
   switch (tensor.scalar_type()) {
     case ScalarType::Byte:
-    case ScalarType::Char: return 1;
+    case ScalarType::Char:
+      return 1;
     case ScalarType::Half:
-    case ScalarType::BFloat16: return 2;
-    case ScalarType::Float: return 4;
-    default: TINYSERVE_CHECK(false, name, ": expected dtype float32, float16, bfloat16, int8 or uint8, got another");
+    case ScalarType::BFloat16:
+      return 2;
+    case ScalarType::Float:
+      return 4;
+    default:
+      TINYSERVE_CHECK(false, name, ": expected dtype float32, float16, bfloat16, int8 or uint8, got another");
   }
   return 0;
 }
@@ -41,7 +45,8 @@ int64_t element_bytes(const Tensor& tensor, const char* name) {
 // k_pages and v_pages are 4D; scales and summaries 3D, taken as a single column or a single row.
 Part view_part(const Tensor& pool, const char* name, int64_t dim, bool single_row = false) {
   check_cpu(pool, name);
-  check_dim(pool, name, dim, dim == 4 ? "[num_pages, num_kv_heads, page_size, head_dim]" : "[num_pages, num_kv_heads, size]");
+  check_dim(pool, name, dim,
+            dim == 4 ? "[num_pages, num_kv_heads, page_size, head_dim]" : "[num_pages, num_kv_heads, size]");
   const int64_t bytes = element_bytes(pool, name);
   Part part{.data = static_cast<char*>(pool.data_ptr()),
             .num_heads = pool.size(1),
@@ -76,27 +81,33 @@ void copy_block(const Part& from, int64_t from_page, const Part& to, int64_t to_
   const char* source = from.data + from_page * from.page_stride + head * from.head_stride;
   char* target = to.data + to_page * to.page_stride + head * to.head_stride;
   const bool same_strides = from.row_stride == to.row_stride && from.column_stride == to.column_stride;
-  const bool token_major = from.column_stride == from.element_size && from.row_stride == from.columns * from.element_size;
-  const bool channel_major = from.row_stride == from.element_size && from.column_stride == from.rows * from.element_size;
+  const bool token_major =
+      from.column_stride == from.element_size && from.row_stride == from.columns * from.element_size;
+  const bool channel_major =
+      from.row_stride == from.element_size && from.column_stride == from.rows * from.element_size;
   const bool one_row = from.rows == 1 && from.column_stride == from.element_size;
   if (same_strides && (token_major || channel_major || one_row)) {
     std::memcpy(target, source, static_cast<size_t>(from.rows * from.columns * from.element_size));
     return;
   }
   switch (from.element_size) {
-    case 1: return copy_elements<1>(from, source, to, target);
-    case 2: return copy_elements<2>(from, source, to, target);
-    default: return copy_elements<4>(from, source, to, target);
+    case 1:
+      return copy_elements<1>(from, source, to, target);
+    case 2:
+      return copy_elements<2>(from, source, to, target);
+    default:
+      return copy_elements<4>(from, source, to, target);
   }
 }
 
 // Page i of the job is `from_ids[i]` of `from` and `to_ids[i]` of `to`; a null list means page i itself.
-void move_pages(const Part& from, const int32_t* from_ids, const Part& to, const int32_t* to_ids, int64_t num_pages) {
+void move_pages(const Part& from, const int32_t* from_ids, const Part& to, const int32_t* to_ids,
+                int64_t num_pages) {
   torch::stable::parallel_for(0, num_pages * from.num_heads, /*grain=*/16, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t page = item / from.num_heads;
-      copy_block(from, from_ids == nullptr ? page : from_ids[page], to, to_ids == nullptr ? page : to_ids[page],
-                 item % from.num_heads);
+      copy_block(from, from_ids == nullptr ? page : from_ids[page], to,
+                 to_ids == nullptr ? page : to_ids[page], item % from.num_heads);
     }
   });
 }
@@ -107,7 +118,9 @@ constexpr const char* kNames[] = {"k_pages", "v_pages", "k_scales", "v_scales", 
 std::array<const Tensor*, 5> parts_of(const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_scales,
                                       const std::optional<Tensor>& v_scales,
                                       const std::optional<Tensor>& page_summary) {
-  const auto optional = [](const std::optional<Tensor>& tensor) { return tensor.has_value() ? &*tensor : nullptr; };
+  const auto optional = [](const std::optional<Tensor>& tensor) {
+    return tensor.has_value() ? &*tensor : nullptr;
+  };
   return {&k, &v, optional(k_scales), optional(v_scales), optional(page_summary)};
 }
 
@@ -124,9 +137,11 @@ void check_same_pages(const std::array<const Tensor*, 5>& pools) {
 }
 
 Tensor gather_part(const Tensor& pool, size_t index, const int32_t* ids, int64_t count) {
-  Tensor gathered = index < 2 ? empty_cpu({count, pool.size(1), pool.size(2), pool.size(3)}, pool.scalar_type())
-                              : empty_cpu({count, pool.size(1), pool.size(2)}, pool.scalar_type());
-  move_pages(view_part(pool, index, kNames[index]), ids, view_part(gathered, index, kNames[index]), nullptr, count);
+  Tensor gathered = index < 2
+                        ? empty_cpu({count, pool.size(1), pool.size(2), pool.size(3)}, pool.scalar_type())
+                        : empty_cpu({count, pool.size(1), pool.size(2)}, pool.scalar_type());
+  move_pages(view_part(pool, index, kNames[index]), ids, view_part(gathered, index, kNames[index]), nullptr,
+             count);
   return gathered;
 }
 
@@ -140,12 +155,13 @@ std::vector<int32_t> sorted(const int32_t* ids, int64_t count) {
 void check_distinct(const int32_t* ids, int64_t count, const char* name) {
   const std::vector<int32_t> ascending = sorted(ids, count);
   const auto twice = std::adjacent_find(ascending.begin(), ascending.end());
-  TINYSERVE_CHECK(twice == ascending.end(), name, ": expected no page twice, got ", twice == ascending.end() ? 0 : *twice,
-                  " again");
+  TINYSERVE_CHECK(twice == ascending.end(), name, ": expected no page twice, got ",
+                  twice == ascending.end() ? 0 : *twice, " again");
 }
 
 void copy_pages(Tensor src_page_ids, Tensor dst_page_ids, Tensor k_pages, Tensor v_pages,
-                std::optional<Tensor> k_scales, std::optional<Tensor> v_scales, std::optional<Tensor> page_summary) {
+                std::optional<Tensor> k_scales, std::optional<Tensor> v_scales,
+                std::optional<Tensor> page_summary) {
   const auto pools = parts_of(k_pages, v_pages, k_scales, v_scales, page_summary);
   for (size_t i = 0; i < pools.size(); ++i) {
     if (pools[i] != nullptr) view_part(*pools[i], i, kNames[i]);
@@ -169,7 +185,8 @@ void copy_pages(Tensor src_page_ids, Tensor dst_page_ids, Tensor k_pages, Tensor
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gather_pages(Tensor page_ids, Tensor k_pages, Tensor v_pages,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gather_pages(Tensor page_ids, Tensor k_pages,
+                                                                Tensor v_pages,
                                                                 std::optional<Tensor> k_scales,
                                                                 std::optional<Tensor> v_scales,
                                                                 std::optional<Tensor> page_summary) {
@@ -188,8 +205,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gather_pages(Tensor page_ids,
 }
 
 void scatter_pages(Tensor page_ids, Tensor k, Tensor v, std::optional<Tensor> k_scales_in,
-                   std::optional<Tensor> v_scales_in, std::optional<Tensor> summary_in, Tensor k_pages, Tensor v_pages,
-                   std::optional<Tensor> k_scales, std::optional<Tensor> v_scales,
+                   std::optional<Tensor> v_scales_in, std::optional<Tensor> summary_in, Tensor k_pages,
+                   Tensor v_pages, std::optional<Tensor> k_scales, std::optional<Tensor> v_scales,
                    std::optional<Tensor> page_summary) {
   constexpr const char* kSourceNames[] = {"k", "v", "k_scales_in", "v_scales_in", "summary_in"};
   const auto sources = parts_of(k, v, k_scales_in, v_scales_in, summary_in);
@@ -197,13 +214,13 @@ void scatter_pages(Tensor page_ids, Tensor k, Tensor v, std::optional<Tensor> k_
   const int64_t count = page_ids.dim() == 1 ? page_ids.size(0) : 0;
   std::vector<std::pair<Part, Part>> moves;
   for (size_t i = 0; i < pools.size(); ++i) {
-    TINYSERVE_CHECK((sources[i] == nullptr) == (pools[i] == nullptr), kSourceNames[i], ": expected a tensor exactly where ",
-                    kNames[i], " is one, got one of the two");
+    TINYSERVE_CHECK((sources[i] == nullptr) == (pools[i] == nullptr), kSourceNames[i],
+                    ": expected a tensor exactly where ", kNames[i], " is one, got one of the two");
     if (pools[i] == nullptr) continue;
     const Part to = view_part(*pools[i], i, kNames[i]);
     const Part from = view_part(*sources[i], i, kSourceNames[i]);
-    TINYSERVE_CHECK(sources[i]->scalar_type() == pools[i]->scalar_type(), kSourceNames[i], ": expected dtype of ",
-                    kNames[i], ", got another");
+    TINYSERVE_CHECK(sources[i]->scalar_type() == pools[i]->scalar_type(), kSourceNames[i],
+                    ": expected dtype of ", kNames[i], ", got another");
     check_size(*sources[i], kSourceNames[i], 0, count, "number of page_ids");
     for (int64_t axis = 1; axis < sources[i]->dim(); ++axis) {
       check_size(*sources[i], kSourceNames[i], axis, pools[i]->size(axis), "as the pool");

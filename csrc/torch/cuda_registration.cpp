@@ -1,5 +1,5 @@
-// CUDA implementations of the operators, in a library file of their own (_ops_cuda.so): loaded only where torch
-// itself was built for CUDA. Kernels run on torch's current stream of the tensors' device.
+// CUDA implementations of the operators, in a library file of their own (_ops_cuda.so): loaded only where
+// torch itself was built for CUDA. Kernels run on torch's current stream of the tensors' device.
 
 #include <tuple>
 
@@ -26,22 +26,28 @@ cudaStream_t current_stream(const Tensor& tensor) {
 
 core::ElementType element_type(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case ScalarType::Float: return core::ElementType::kFloat32;
-    case ScalarType::Half: return core::ElementType::kFloat16;
-    case ScalarType::BFloat16: return core::ElementType::kBFloat16;
-    default: STD_TORCH_CHECK(false, "tinyserve: outs: expected dtype float32, float16 or bfloat16, got another");
+    case ScalarType::Float:
+      return core::ElementType::kFloat32;
+    case ScalarType::Half:
+      return core::ElementType::kFloat16;
+    case ScalarType::BFloat16:
+      return core::ElementType::kBFloat16;
+    default:
+      STD_TORCH_CHECK(false, "tinyserve: outs: expected dtype float32, float16 or bfloat16, got another");
   }
   return core::ElementType::kFloat32;
 }
 
 std::tuple<Tensor, Tensor> merge_states(Tensor outs, Tensor lses) {
   const core::ElementType type = element_type(outs);
-  STD_TORCH_CHECK(outs.dim() == 4 && outs.size(3) >= core::kMinHeadDim && outs.size(3) <= core::kMaxHeadDim,
-                  "tinyserve: outs: expected shape [num_states, num_tokens, num_heads, head_dim] with head_dim from ",
-                  core::kMinHeadDim, " to ", core::kMaxHeadDim, ", got ", outs.dim(), " dimensions");
-  STD_TORCH_CHECK(lses.scalar_type() == ScalarType::Float && lses.dim() == 3 && lses.size(0) == outs.size(0) &&
-                      lses.size(1) == outs.size(1) && lses.size(2) == outs.size(2),
-                  "tinyserve: lses: expected float32 of the first three sizes of outs, got another shape or dtype");
+  STD_TORCH_CHECK(
+      outs.dim() == 4 && outs.size(3) >= core::kMinHeadDim && outs.size(3) <= core::kMaxHeadDim,
+      "tinyserve: outs: expected shape [num_states, num_tokens, num_heads, head_dim] with head_dim from ",
+      core::kMinHeadDim, " to ", core::kMaxHeadDim, ", got ", outs.dim(), " dimensions");
+  STD_TORCH_CHECK(
+      lses.scalar_type() == ScalarType::Float && lses.dim() == 3 && lses.size(0) == outs.size(0) &&
+          lses.size(1) == outs.size(1) && lses.size(2) == outs.size(2),
+      "tinyserve: lses: expected float32 of the first three sizes of outs, got another shape or dtype");
   STD_TORCH_CHECK(lses.is_cuda() && lses.get_device_index() == outs.get_device_index(),
                   "tinyserve: lses: expected a tensor on the device of outs, got one on another");
   const torch::stable::accelerator::DeviceGuard guard(outs.get_device_index());
@@ -49,15 +55,16 @@ std::tuple<Tensor, Tensor> merge_states(Tensor outs, Tensor lses) {
   const Tensor dense_lses = torch::stable::contiguous(lses);
   Tensor out = torch::stable::new_empty(outs, {outs.size(1), outs.size(2), outs.size(3)});
   Tensor lse = torch::stable::new_empty(lses, {outs.size(1), outs.size(2)});
-  const cudaError_t error = cuda::merge_states({.outs = dense_outs.const_data_ptr(),
-                                                .lses = static_cast<const float*>(dense_lses.const_data_ptr()),
-                                                .type = type,
-                                                .num_states = outs.size(0),
-                                                .num_rows_heads = outs.size(1) * outs.size(2),
-                                                .head_dim = outs.size(3),
-                                                .out = out.mutable_data_ptr(),
-                                                .lse = static_cast<float*>(lse.mutable_data_ptr())},
-                                               current_stream(outs));
+  const cudaError_t error =
+      cuda::merge_states({.outs = dense_outs.const_data_ptr(),
+                          .lses = static_cast<const float*>(dense_lses.const_data_ptr()),
+                          .type = type,
+                          .num_states = outs.size(0),
+                          .num_rows_heads = outs.size(1) * outs.size(2),
+                          .head_dim = outs.size(3),
+                          .out = out.mutable_data_ptr(),
+                          .lse = static_cast<float*>(lse.mutable_data_ptr())},
+                         current_stream(outs));
   STD_TORCH_CHECK(error == cudaSuccess, "tinyserve: merge_states: ", cudaGetErrorString(error));
   return {out, lse};
 }

@@ -25,12 +25,14 @@ constexpr int64_t grain_of(int64_t pages_per_thread, int64_t pages_per_item) {
 
 }  // namespace
 
-core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_t num_kv_heads, int64_t page_size,
-                                         const std::string& scorer_name, const std::string& group_reduction,
-                                         double sm_scale, const Tensor& page_summary, int64_t num_pages) {
+core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_t num_kv_heads,
+                                         int64_t page_size, const std::string& scorer_name,
+                                         const std::string& group_reduction, double sm_scale,
+                                         const Tensor& page_summary, int64_t num_pages) {
   const core::Scorer* scorer = check_scorer(scorer_name);
   const std::optional<core::GroupReduction> reduction = core::find_group_reduction(group_reduction);
-  TINYSERVE_CHECK(reduction.has_value(), "group_reduction: expected 'mean' or 'max', got '", group_reduction, "'");
+  TINYSERVE_CHECK(reduction.has_value(), "group_reduction: expected 'mean' or 'max', got '", group_reduction,
+                  "'");
   const core::PackedView view = check_packed(q, "q", keep_q);
   check_head_dim(q.size(2));
   return {.q = view,
@@ -66,7 +68,8 @@ void run_attend_pages(core::AttendPagesParams params, const Batch& batch, int64_
   const int64_t num_heads = params.num_kv_heads * params.group_size;
   params.max_chunks = std::max<int64_t>(1, ceil_div(max_list_pages, core::kChunkPages));
   const int64_t floats_per_row = num_heads * params.max_chunks * (params.head_dim + 2);
-  const int64_t block = std::clamp<int64_t>(kMaxPartialFloats / floats_per_row, 1, std::max<int64_t>(num_rows, 1));
+  const int64_t block =
+      std::clamp<int64_t>(kMaxPartialFloats / floats_per_row, 1, std::max<int64_t>(num_rows, 1));
   params.partials = core::Scratch::reserve(static_cast<size_t>(block * floats_per_row));
 
   const core::AttendPagesParams all = params;

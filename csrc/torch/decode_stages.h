@@ -10,7 +10,8 @@
 
 namespace tinyserve {
 
-// Scores of every row into `page_scores` [num_rows, num_kv_heads, row_stride]; only visible pages are written.
+// Scores of every row into `page_scores` [num_rows, num_kv_heads, row_stride]; only visible pages are
+// written.
 void run_score_pages(core::ScorePagesParams params, const Batch& batch);
 
 void run_select_pages(const core::SelectPagesParams& params, const Batch& batch);
@@ -18,8 +19,9 @@ void run_select_pages(const core::SelectPagesParams& params, const Batch& batch)
 // Attention over the page lists in `params`; allocates the partial results itself, in bounded blocks of rows.
 void run_attend_pages(core::AttendPagesParams params, const Batch& batch, int64_t max_list_pages);
 
-core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_t num_kv_heads, int64_t page_size,
-                                         const std::string& scorer_name, const std::string& group_reduction,
-                                         double sm_scale, const Tensor& page_summary, int64_t num_pages);
+core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_t num_kv_heads,
+                                         int64_t page_size, const std::string& scorer_name,
+                                         const std::string& group_reduction, double sm_scale,
+                                         const Tensor& page_summary, int64_t num_pages);
 
 }  // namespace tinyserve

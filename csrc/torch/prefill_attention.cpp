@@ -13,10 +13,11 @@
 namespace tinyserve {
 namespace {
 
-std::tuple<Tensor, Tensor> prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens,
-                                             Tensor page_table, Tensor k_pages, Tensor v_pages,
-                                             std::optional<Tensor> k_scales, std::optional<Tensor> v_scales,
-                                             double sm_scale, int64_t window, double softcap) {
+std::tuple<Tensor, Tensor> prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_query_lens,
+                                             Tensor seq_lens, Tensor page_table, Tensor k_pages,
+                                             Tensor v_pages, std::optional<Tensor> k_scales,
+                                             std::optional<Tensor> v_scales, double sm_scale, int64_t window,
+                                             double softcap) {
   const KvPools pools = check_pools(k_pages, v_pages, k_scales, v_scales);
   check_softcap(softcap);
   check_window(window);
@@ -77,9 +78,10 @@ std::tuple<Tensor, Tensor> prefill_attention(Tensor q, Tensor k, Tensor v, Tenso
     }
   }
   // The longest blocks first: a thread that takes the last one late would keep the others waiting.
-  std::stable_sort(blocks.begin(), blocks.end(), [](const core::PrefillBlock& a, const core::PrefillBlock& b) {
-    return a.first_position > b.first_position;
-  });
+  std::stable_sort(blocks.begin(), blocks.end(),
+                   [](const core::PrefillBlock& a, const core::PrefillBlock& b) {
+                     return a.first_position > b.first_position;
+                   });
 
   Tensor out = empty_cpu({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   torch::stable::zero_(out);

@@ -9,7 +9,8 @@ STABLE_TORCH_LIBRARY(tinyserve, m) {
       "Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!)? k_scales, Tensor(d!)? v_scales, "
       "Tensor(e!)? page_summary, str scorer) -> ()");
   m.def(
-      "seal_pages(Tensor page_ids, Tensor k_pages, Tensor? k_scales, Tensor(a!) page_summary, str scorer) -> ()");
+      "seal_pages(Tensor page_ids, Tensor k_pages, Tensor? k_scales, Tensor(a!) page_summary, str scorer) -> "
+      "()");
   m.def(
       "score_pages(Tensor q, Tensor cu_query_lens, Tensor seq_lens, Tensor page_table, Tensor page_summary, "
       "int page_size, str scorer, str group_reduction, float sm_scale, int window=-1) -> Tensor");
@@ -30,7 +31,8 @@ STABLE_TORCH_LIBRARY(tinyserve, m) {
       "-> (Tensor out, Tensor lse, Tensor selected_pages, Tensor num_selected)");
   m.def("merge_states(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
   m.def(
-      "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor page_table, "
+      "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor "
+      "page_table, "
       "Tensor k_pages, Tensor v_pages, Tensor? k_scales, Tensor? v_scales, float sm_scale, int window=-1, "
       "float softcap=0.0) -> (Tensor out, Tensor lse)");
   m.def(
@@ -41,6 +43,7 @@ STABLE_TORCH_LIBRARY(tinyserve, m) {
       "Tensor? page_summary) -> (Tensor k, Tensor v, Tensor k_scales, Tensor v_scales, Tensor page_summary)");
   m.def(
       "scatter_pages(Tensor page_ids, Tensor k, Tensor v, Tensor? k_scales_in, Tensor? v_scales_in, "
-      "Tensor? summary_in, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!)? k_scales, Tensor(d!)? v_scales, "
+      "Tensor? summary_in, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!)? k_scales, Tensor(d!)? "
+      "v_scales, "
       "Tensor(e!)? page_summary) -> ()");
 }
