@@ -80,9 +80,7 @@ void attend_chunk(const core::AttendPagesParams& params, const ChunkItem& item, 
     constexpr int kHeads = decltype(heads)::value;
     for (int g = 0; g < kHeads; ++g) {
       const int64_t query_head = item.head * params.group_size + g0 + g;
-      load_row(params.q.data, params.q.type,
-               item.row_idx * params.q.token_stride + query_head * params.q.head_stride, head_dim,
-               q + g * head_dim);
+      load_query(params.q, item.row_idx, query_head, head_dim, params.sm_scale, q + g * head_dim);
     }
     for (int64_t i = 0; i < num_pages; ++i) {
       const ChunkPage& page = pages[i];
@@ -91,10 +89,8 @@ void attend_chunk(const core::AttendPagesParams& params, const ChunkItem& item, 
                           params.page_size, head_dim, page_begin, stride);
       for (int g = 0; g < kHeads; ++g) {
         float* page_logit = page_begin + g * stride;
-        for (int64_t t = 0; t < slots; ++t) {
-          const bool visible = t >= page.first_slot && t < page.end_slot;
-          page_logit[t] = visible ? page_logit[t] * params.sm_scale : kMinusInfinity;
-        }
+        for (int64_t t = 0; t < page.first_slot; ++t) page_logit[t] = kMinusInfinity;
+        for (int64_t t = page.end_slot; t < slots; ++t) page_logit[t] = kMinusInfinity;
         if (params.page_lse != nullptr) {
           const int64_t query_head = item.row_head * params.group_size + g0 + g;
           params.page_lse[query_head * params.list_width + item.chunk * kChunkPages + i] =
@@ -150,7 +146,7 @@ void attend_pages(const core::AttendPagesParams& params, int64_t begin, int64_t 
       const int64_t first = row.first_token - page_begin;
       const int64_t last = row.num_tokens - page_begin;
       pages[entry - list_begin] = {.page_id = row.page_table[logical],
-                                   .first_slot = first > 0 ? first : 0,
+                                   .first_slot = first > params.page_size ? params.page_size : (first > 0 ? first : 0),
                                    .end_slot = last < params.page_size ? last : params.page_size};
     }
     dispatch_element(params.k_pages.type, [&](auto* tag) {

@@ -134,10 +134,7 @@ void attend_block(const core::PrefillAttentionParams& params, const core::Prefil
   for (int64_t query = 0; query < num_queries; ++query) {
     const int64_t row = block.first_row + query / params.group_size;
     const int64_t query_head = head * params.group_size + query % params.group_size;
-    float* q = state.q + query * head_dim;
-    load_row(params.q.data, params.q.type, row * params.q.token_stride + query_head * params.q.head_stride,
-             head_dim, q);
-    for (int64_t d = 0; d < head_dim; ++d) q[d] *= params.sm_scale;
+    load_query(params.q, row, query_head, head_dim, params.sm_scale, state.q + query * head_dim);
     state.max[query] = kMinusInfinity;
     state.sum[query] = 0.0F;
   }

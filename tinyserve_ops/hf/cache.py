@@ -87,6 +87,7 @@ class TinyServeCache(Cache):
         self._reserve_tokens: int | None = None
         self._reserved: ReservedBatch | None = None
         self._reserved_length: torch.Tensor | None = None
+        self._is_active = True  # the forward under way attends through us
         self._room_checked = False  # the coming step was counted by `step_inputs`
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
 
@@ -101,7 +102,9 @@ class TinyServeCache(Cache):
         stored here, and everything is returned densely in padded positions, so that switching attention never
         computes something else.
         """
-        if self.config._attn_implementation != ATTENTION_NAME:
+        if layer_idx == 0:  # once a forward: a transformers config looks every attribute up the slow way
+            self._is_active = self.config._attn_implementation == ATTENTION_NAME
+        if not self._is_active:
             return self._update_for_other_attention(key_states, value_states, layer_idx)
         link = (self, layer_idx)
         if isinstance(

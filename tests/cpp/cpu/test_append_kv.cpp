@@ -18,7 +18,8 @@ using tinyserve::core::Scorer;
 
 namespace {
 
-// New tokens for pages 1..4 of an empty pool: whole pages, a part, a single token.
+// New tokens for four pages of an empty pool: a whole page, a part from the first slot on, the last slot, a
+// part in the middle.
 struct Appending {
   Appending(const Shape& wanted, ElementType source_type, uint32_t seed) : shape(wanted), random(seed) {
     const int64_t page_size = shape.page_size;

@@ -72,7 +72,7 @@ TEST_CASE("Pages beyond 2^31 elements are read, written and summarised like any 
       CAPTURE(channel_major, kernels->target);
       require_same_attention(attend(*kernels, far_problem), attend(*kernels, near_problem));
 
-      // append_kv: the token of slot 2 over that of slot 7 of the last page.
+      // append_kv: one token behind the last one.
       const int64_t last_page = far_problem.page_tables[0][2];
       Elements token(shape.type, shape.num_kv_heads * shape.head_dim);
       for (int64_t i = 0; i < token.size(); ++i) token.set(i, static_cast<double>(i % 100));

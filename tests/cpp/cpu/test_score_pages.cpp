@@ -129,7 +129,7 @@ void require_scores(const std::vector<float>& actual, const PagedProblem& proble
 
 }  // namespace
 
-TEST_CASE("Scores follow the scorer's formula; open pages score inf, pages out of sight -inf") {
+TEST_CASE("Scores follow the scorer's formula, open pages score inf, pages out of sight -inf") {
   for (const Shape& shape : covering_shapes()) {
     const PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 1);
     for (const Scorer& scorer : kScorers) {
