@@ -14,7 +14,7 @@ void merge_states(const core::MergeStatesParams& params, int64_t begin, int64_t 
     float max = minus_infinity;
     for (int64_t s = 0; s < params.num_states; ++s) {
       const float lse = params.lses[s * params.num_rows_heads + item];
-      if (lse > max || lse != lse) max = lse;
+      if (lse > max) max = lse;  // a NaN still makes its weight NaN
     }
     float sum = 0.0F;
     __builtin_memset(merged, 0, sizeof(merged));

@@ -39,7 +39,8 @@ inline void token_block_logits(const float* q, const T* keys, int64_t channel_st
   for (int64_t d = 0; d < head_dim; d += kDepth) {
     for (int c = 0; c < kDepth; ++c, keys += channel_stride) {
       F32x8 k[kVectors];
-      for (int i = 0; i < kVectors; ++i) k[i] = partial ? load_first(keys, num_tokens) : load(keys + i * kLanes);
+      for (int i = 0; i < kVectors; ++i)
+        k[i] = partial ? load_first(keys, num_tokens) : load(keys + i * kLanes);
       for (int g = 0; g < kHeads; ++g) {
         const F32x8 q_gd = splat(q[g * head_dim + d + c]);
         for (int i = 0; i < kVectors; ++i) sum[c][g][i] += q_gd * k[i];
@@ -98,8 +99,8 @@ inline void accumulate_values(const float* probabilities, int64_t stride, const 
   constexpr int kVectors = kHeads == 1 ? 8 : (kHeads <= 3 ? 4 : 2);
   int64_t d = 0;
   for (; d + kVectors * kLanes <= head_dim; d += kVectors * kLanes) {
-    accumulate_channels<kHeads, kVectors>(probabilities, stride, values + d, token_stride, first_slot, end_slot,
-                                          head_dim, acc + d);
+    accumulate_channels<kHeads, kVectors>(probabilities, stride, values + d, token_stride, first_slot,
+                                          end_slot, head_dim, acc + d);
   }
   for (; d < head_dim; d += kLanes) {
     accumulate_channels<kHeads, 1>(probabilities, stride, values + d, token_stride, first_slot, end_slot,

@@ -52,10 +52,8 @@ inline int8_t encode(float value, float scale, core::PageStatistic statistic) {
   int code = clamp_code(round_nearest(value / scale));
   if (statistic == core::PageStatistic::kMax) {
     while (code < 127 && scale * static_cast<float>(code) < value) ++code;
-    while (code > -127 && scale * static_cast<float>(code - 1) >= value) --code;
   } else if (statistic == core::PageStatistic::kMin) {
     while (code > -127 && scale * static_cast<float>(code) > value) --code;
-    while (code < 127 && scale * static_cast<float>(code + 1) <= value) ++code;
   }
   return static_cast<int8_t>(code);
 }

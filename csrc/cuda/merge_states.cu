@@ -27,7 +27,7 @@ __global__ void merge_states_kernel(core::MergeStatesParams params) {
     float max = -INFINITY;
     for (int64_t s = 0; s < params.num_states; ++s) {
       const float lse = params.lses[s * params.num_rows_heads + item];
-      if (lse > max || lse != lse) max = lse;
+      if (lse > max) max = lse;  // a NaN still makes its weight NaN
     }
     float merged = 0.0F;
     float sum = 0.0F;

@@ -53,7 +53,7 @@ void append_kv(Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor
   TINYSERVE_CHECK(shape_text(v) == shape_text(k), "v: expected the shape of k, ", shape_text(k), ", got ",
                   shape_text(v));
   if (page_summary.has_value()) {
-    params.scorer = check_scorer(scorer_name);
+    params.scorer = check_scorer_for(scorer_name, pools.k.type);
     params.page_summary =
         check_summary(*page_summary, *params.scorer, pools.num_pages, pools.num_kv_heads, pools.head_dim);
   }
@@ -69,7 +69,7 @@ void append_kv(Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor
 void seal_pages(Tensor page_ids, Tensor k_pages, std::optional<Tensor> k_scales, Tensor page_summary,
                 std::string scorer_name) {
   const core::PagePoolView pool = check_k_pages(k_pages, k_scales);
-  const core::Scorer* scorer = check_scorer(scorer_name);
+  const core::Scorer* scorer = check_scorer_for(scorer_name, pool.type);
   const core::SealPagesParams params{
       .page_ids = check_page_ids(page_ids, "page_ids", pool.num_pages),
       .num_kv_heads = k_pages.size(1),

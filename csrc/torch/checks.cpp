@@ -175,6 +175,15 @@ const core::Scorer* check_scorer(const std::string& name) {
   return scorer;
 }
 
+const core::Scorer* check_scorer_for(const std::string& name, core::ElementType k_type) {
+  const core::Scorer* scorer = check_scorer(name);
+  TINYSERVE_CHECK(
+      scorer->quantised || scorer->full_type == k_type,
+      "scorer: expected the variant for the dtype of k_pages (bounds_full_fp32, _fp16 or _bf16), got '", name,
+      "'");
+  return scorer;
+}
+
 core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scorer& scorer, int64_t num_pages,
                                     int64_t num_kv_heads, int64_t head_dim) {
   check_cpu(page_summary, "page_summary");

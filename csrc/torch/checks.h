@@ -59,6 +59,9 @@ void check_head_dim(int64_t head_dim);
 int64_t check_group_size(int64_t num_heads, int64_t num_kv_heads);
 
 const core::Scorer* check_scorer(const std::string& name);
+// Also refuses a full-precision scorer of another element type than the keys': its bounds would not be
+// bounds.
+const core::Scorer* check_scorer_for(const std::string& name, core::ElementType k_type);
 core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scorer& scorer, int64_t num_pages,
                                     int64_t num_kv_heads, int64_t head_dim);
 
