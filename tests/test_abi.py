@@ -51,6 +51,10 @@ def ops_files() -> list[str]:
     return ["_ops.so", "_ops_cuda.so"] if cuda else ["_ops.so"]
 
 
+def kernel_objects(target: str) -> list[Path]:
+    return sorted(BUILD_DIR.glob(f"CMakeFiles/tinyserve_cpu_{target}.dir/**/*.o"))
+
+
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="binutils' nm is not installed")
 
 
@@ -79,10 +83,10 @@ def test_the_core_and_the_bindings_know_no_torch(name: str) -> None:
 
 @needs_nm
 def test_kernels_of_one_cpu_target_share_no_symbol_with_another() -> None:
-    objects = sorted(BUILD_DIR.glob("CMakeFiles/tinyserve_cpu_*.dir/**/*.o"))
+    targets = ("scalar", "avx2", "avx512")
+    objects = [(target, path) for target in targets for path in kernel_objects(target)]
     assert objects, f"no kernel objects under {BUILD_DIR}"
-    for path in objects:
-        target = re.search(r"tinyserve_cpu_(\w+)\.dir", str(path))[1]  # type: ignore[index]
+    for target, path in objects:
         for kind, name in symbols(path, "--defined-only"):
             where = f"{path.relative_to(BUILD_DIR)}: {kind} {name}"
             # Weak and unique symbols are what a linker merges across objects.

@@ -365,6 +365,8 @@ class PagedKVCache:
     def page_ids(self, seq: int, group: int = 0) -> torch.Tensor:
         """Page ids of the committed tokens of a sequence, int32, on the cache's device."""
         record = self._record(seq)
+        if not 0 <= group < len(self.pool.groups):
+            raise ValueError(f"group: expected 0 to {len(self.pool.groups) - 1}, got {group}")
         allocator = self.pool.groups[group].allocator
         num_pages = -(-allocator.length(record.ids[group]) // self.config.page_size)
         return torch.from_numpy(allocator.page_ids(record.ids[group], 0)[:num_pages]).to(self.device)

@@ -84,6 +84,8 @@ def estimate_memory(
         if value < low:
             raise ValueError(f"{name}: expected at least {low}, got {value}")
     sparse = SparseConfig() if config is None else config
+    if not isinstance(sparse, SparseConfig):
+        raise TypeError(f"config: expected a SparseConfig, got {type(config).__name__}")
     text_config = _text_config(getattr(model_or_config, "config", model_or_config))
     num_layers = _number(text_config, "num_hidden_layers", "n_layer")
     num_heads = _number(text_config, "num_attention_heads", "n_head")

@@ -328,23 +328,23 @@ def _run(op: Any, *args: object) -> Any:
 
 
 def _check_tensors(op: Any, args: tuple[object, ...]) -> None:
-    """What the dispatcher would hide: a gradient that vanishes, and tensors of several devices."""
-    grad_enabled = torch.is_grad_enabled()
-    device = None
-    for index, arg in enumerate(args):
-        if not isinstance(arg, Tensor):
-            continue
-        device = device or arg.device
-        if arg.device != device:
-            raise ValueError(
-                f"{_argument_name(op, index)}: expected a tensor on {device} like the first argument, "
-                f"got one on {arg.device}"
-            )
-        if grad_enabled and arg.requires_grad:
-            raise ValueError(
-                f"{_argument_name(op, index)}: expected a tensor that does not require grad (this op has no "
-                "gradient), got one that does; run it under torch.no_grad() or pass a detached tensor"
-            )
+    """What the dispatcher would hide: tensors of several devices, and a gradient that vanishes."""
+    tensors = [(index, arg) for index, arg in enumerate(args) if isinstance(arg, Tensor)]
+    if not all(tensor.is_cpu for _, tensor in tensors):  # the quick look: `device` makes an object each time
+        device = tensors[0][1].device
+        for index, tensor in tensors:
+            if tensor.device != device:
+                raise ValueError(
+                    f"{_argument_name(op, index)}: expected a tensor on {device} like the first argument, "
+                    f"got one on {tensor.device}"
+                )
+    if torch.is_grad_enabled():
+        for index, tensor in tensors:
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"{_argument_name(op, index)}: expected a tensor that does not require grad (this op has no "
+                    "gradient), got one that does; run it under torch.no_grad() or pass a detached tensor"
+                )
 
 
 def _argument_name(op: Any, index: int) -> str:

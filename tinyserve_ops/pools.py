@@ -143,7 +143,8 @@ class PagePool:
         channel_major: layout of K; default on the CPU. The ops take both.
 
     Raises:
-        ValueError: a layer is in no group or in two, or `max_kv_bytes` does not hold a single page.
+        ValueError: a layer is in no group or in two, `max_kv_bytes` does not hold a single page, or the ops
+            have no kernels for the device.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class PagePool:
             raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
         self.page_size = config.page_size
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = _device_with_kernels(device)
         self.scorer = config.scorer
         self.max_kv_bytes = config.max_kv_bytes
         self.layer_groups = _check_groups(layer_groups, num_layers)
@@ -294,6 +295,19 @@ class PagePool:
                         f"layer {layer_id}: expected storage for {allocator.num_pages} pages, "
                         f"got {layer.num_pages}"
                     )
+
+
+def _device_with_kernels(device: torch.device | str) -> torch.device:
+    """The device, if pages there can be written and read ("meta" holds none)."""
+    found = torch.device(device)
+    if found.type in ("cpu", "meta"):
+        return found
+    key = torch._C._dispatch_key_for_device(found.type)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("tinyserve::append_kv", key):
+        raise ValueError(
+            f"device: expected cpu (the ops on pages have no {found.type} kernels in this build), got {found}"
+        )
+    return found
 
 
 def _positive(name: str, value: int) -> int:

@@ -1,4 +1,4 @@
-// Element types a tensor may carry into a kernel, and their exact scalar conversions to fp32.
+// Element types a tensor may carry into a kernel (conversions: cpu/simd.h).
 // fp16 and bf16 are carried as their bits, so that no compiler support for either is needed.
 #pragma once
 

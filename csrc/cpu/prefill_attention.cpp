@@ -83,33 +83,37 @@ void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBl
   }
 }
 
-// Adds a tile of `num_slots` slots (a multiple of kLanes) that begins at position `tile_begin` to kHeads
-// queries, the first of which is `query`. Queries of one row are neighbours.
+struct SlotRange {
+  int64_t begin;
+  int64_t end;
+};
+
+// The slots of a tile that one query sees.
+SlotRange seen_slots(const core::PrefillAttentionParams& params, const core::PrefillBlock& block,
+                     int64_t query, int64_t tile_begin, int64_t num_tokens) {
+  const int64_t end = block.first_position + query / params.group_size + 1 - tile_begin;
+  const int64_t begin = params.window > 0 && end > params.window ? end - params.window : 0;
+  return {begin, end < num_tokens ? end : num_tokens};
+}
+
+// Adds a tile of `num_tokens` tokens from position `tile_begin` on to kHeads queries, the first of which is
+// `query`. Queries of one row are neighbours, so later queries see no less and begin no earlier.
 template <int kHeads>
 void attend_tile(const core::PrefillAttentionParams& params, const core::PrefillBlock& block,
                  const Tile& tile, int64_t tile_begin, int64_t num_tokens, int64_t query, QueryState& state) {
   const int64_t head_dim = params.head_dim;
-  const int64_t first_position = block.first_position + query / params.group_size;
-  const int64_t last_position = block.first_position + (query + kHeads - 1) / params.group_size;
-  // Slots that no query of this pass sees need no logits.
-  int64_t end_slot = last_position + 1 - tile_begin;
-  if (end_slot > num_tokens) end_slot = num_tokens;
-  int64_t first_slot = params.window > 0 ? first_position + 1 - params.window - tile_begin : 0;
-  if (first_slot < 0) first_slot = 0;
-  if (first_slot >= end_slot) return;
+  const SlotRange first = seen_slots(params, block, query, tile_begin, num_tokens);
+  const SlotRange last = seen_slots(params, block, query + kHeads - 1, tile_begin, num_tokens);
+  if (first.begin >= last.end) return;
 
-  const int64_t num_slots = round_up(end_slot);
+  const int64_t num_slots = round_up(last.end);
   channel_major_logits<kHeads>(state.q + query * head_dim, tile.k, kTile, num_slots, head_dim, state.logits,
                                kTile);
   for (int g = 0; g < kHeads; ++g) {
     float* logits = state.logits + g * kTile;
-    const int64_t position = block.first_position + (query + g) / params.group_size;
-    const int64_t seen_end = position + 1 - tile_begin;
-    const int64_t seen_begin = params.window > 0 ? seen_end - params.window : 0;
-    for (int64_t t = 0; t < seen_begin && t < num_slots; ++t) logits[t] = kMinusInfinity;
-    for (int64_t t = seen_end < end_slot ? (seen_end > 0 ? seen_end : 0) : end_slot; t < num_slots; ++t) {
-      logits[t] = kMinusInfinity;
-    }
+    const SlotRange seen = seen_slots(params, block, query + g, tile_begin, num_tokens);
+    for (int64_t t = 0; t < seen.begin && t < num_slots; ++t) logits[t] = kMinusInfinity;
+    for (int64_t t = seen.end > 0 ? seen.end : 0; t < num_slots; ++t) logits[t] = kMinusInfinity;
     float* acc = state.acc + (query + g) * head_dim;
     const float old_max = state.max[query + g];
     const float tile_max = maximum(logits, num_slots);
@@ -122,8 +126,24 @@ void attend_tile(const core::PrefillAttentionParams& params, const core::Prefill
     state.max[query + g] = new_max;
     state.sum[query + g] += softmax_numerators(logits, num_slots, new_max);
   }
-  accumulate_values<kHeads>(state.logits, kTile, tile.v, head_dim, first_slot, end_slot, head_dim,
-                            state.acc + query * head_dim);
+
+  // Values only of slots a query sees: a probability of 0 would not silence a NaN. All queries share
+  // [last.begin, first.end); at the edges of the mask each adds its own rest.
+  float* acc = state.acc + query * head_dim;
+  const bool share = last.begin < first.end;
+  if (share) {
+    accumulate_values<kHeads>(state.logits, kTile, tile.v, head_dim, last.begin, first.end, head_dim, acc);
+  }
+  if (first.begin == last.begin && first.end == last.end) return;
+  for (int g = 0; g < kHeads; ++g) {
+    const SlotRange seen = seen_slots(params, block, query + g, tile_begin, num_tokens);
+    const auto add = [&](int64_t begin, int64_t end) {
+      accumulate_values<1>(state.logits + g * kTile, kTile, tile.v, head_dim, begin, end, head_dim,
+                           acc + g * head_dim);
+    };
+    add(seen.begin, share ? last.begin : seen.end);
+    if (share) add(first.end, seen.end);
+  }
 }
 
 void attend_block(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, int64_t head,

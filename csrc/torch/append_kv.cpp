@@ -50,8 +50,7 @@ void append_kv(Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor
                               .scorer = nullptr};
   check_size(k, "k", 1, pools.num_kv_heads, "num_kv_heads of k_pages");
   check_size(k, "k", 2, pools.head_dim, "head_dim of k_pages");
-  TINYSERVE_CHECK(shape_text(v) == shape_text(k), "v: expected the shape of k, ", shape_text(k), ", got ",
-                  shape_text(v));
+  check_same_shape(v, "v", k, "k");
   if (page_summary.has_value()) {
     params.scorer = check_scorer_for(scorer_name, pools.k.type);
     params.page_summary =

@@ -59,6 +59,13 @@ std::string shape_text(const Tensor& tensor) {
   return text + "]";
 }
 
+void check_same_shape(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
+  bool same = tensor.dim() == other.dim();
+  for (int64_t axis = 0; same && axis < tensor.dim(); ++axis) same = tensor.size(axis) == other.size(axis);
+  TINYSERVE_CHECK(same, name, ": expected the shape of ", other_name, ", ", shape_text(other), ", got ",
+                  shape_text(tensor));
+}
+
 void check_cpu(const Tensor& tensor, const char* name) {
   TINYSERVE_CHECK(tensor.is_cpu(), name,
                   ": expected a tensor on the CPU like the others, got one on another device");
@@ -156,8 +163,7 @@ KvPools check_pools(const Tensor& k_pages, const Tensor& v_pages, const std::opt
   const core::ElementType v_type = check_element_type(v_pages, "v_pages");
   TINYSERVE_CHECK(v_type == pools.k.type, "v_pages: expected dtype of k_pages, ",
                   dtype_name(k_pages.scalar_type()), ", got ", dtype_name(v_pages.scalar_type()));
-  TINYSERVE_CHECK(shape_text(v_pages) == shape_text(k_pages), "v_pages: expected the shape of k_pages, ",
-                  shape_text(k_pages), ", got ", shape_text(v_pages));
+  check_same_shape(v_pages, "v_pages", k_pages, "k_pages");
   TINYSERVE_CHECK(v_pages.stride(3) == 1, "v_pages: expected stride 1 over head_dim (token-major), got ",
                   v_pages.stride(3));
   pools.v = view_pool(v_pages, v_type);
@@ -209,17 +215,6 @@ const int32_t* check_page_ids(const Tensor& page_ids, const char* name, int64_t 
   return ids;
 }
 
-void check_starts(const int32_t* cu_query_lens, int64_t batch_size, int64_t num_tokens) {
-  TINYSERVE_CHECK(cu_query_lens[0] == 0 && cu_query_lens[batch_size] == num_tokens,
-                  "cu_query_lens: expected offsets from 0 to the ", num_tokens, " packed tokens, got ",
-                  cu_query_lens[0], " to ", cu_query_lens[batch_size]);
-  for (int64_t sequence = 0; sequence < batch_size; ++sequence) {
-    TINYSERVE_CHECK(cu_query_lens[sequence] <= cu_query_lens[sequence + 1],
-                    "cu_query_lens: expected ascending offsets, got ", cu_query_lens[sequence], " before ",
-                    cu_query_lens[sequence + 1]);
-  }
-}
-
 void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end,
                          int64_t num_pages) {
   for (int64_t page = first; page < end; ++page) {
@@ -229,27 +224,41 @@ void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t fir
   }
 }
 
+Sequences check_sequences(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
+                          int64_t max_pages, int64_t num_tokens) {
+  Sequences sequences;
+  sequences.seq_lens = check_int32(seq_lens, "seq_lens", 1, "[batch]");
+  sequences.batch_size = seq_lens.size(0);
+  sequences.cu_query_lens = check_int32(cu_query_lens, "cu_query_lens", 1, "[batch + 1]");
+  check_size(cu_query_lens, "cu_query_lens", 0, sequences.batch_size + 1, "batch + 1");
+  sequences.max_pages = max_pages;
+  if (page_table != nullptr) {
+    sequences.page_table = check_int32(*page_table, "page_table", 2, "[batch, max_pages]");
+    check_size(*page_table, "page_table", 0, sequences.batch_size, "batch");
+    sequences.max_pages = page_table->size(1);
+    sequences.page_table_stride = page_table->stride(0);
+  }
+  const int32_t* starts = sequences.cu_query_lens;
+  TINYSERVE_CHECK(starts[0] == 0 && starts[sequences.batch_size] == num_tokens,
+                  "cu_query_lens: expected offsets from 0 to the ", num_tokens, " packed tokens, got ",
+                  starts[0], " to ", starts[sequences.batch_size]);
+  for (int64_t sequence = 0; sequence < sequences.batch_size; ++sequence) {
+    TINYSERVE_CHECK(starts[sequence] <= starts[sequence + 1],
+                    "cu_query_lens: expected ascending offsets, got ", starts[sequence], " before ",
+                    starts[sequence + 1]);
+  }
+  return sequences;
+}
+
 Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
                   int64_t max_pages, int64_t num_tokens, int64_t page_size, int64_t window,
                   int64_t num_pages) {
   check_page_size(page_size);
   check_window(window);
-  Batch batch;
-  batch.seq_lens = check_int32(seq_lens, "seq_lens", 1, "[batch]");
-  batch.batch_size = seq_lens.size(0);
-  batch.cu_query_lens = check_int32(cu_query_lens, "cu_query_lens", 1, "[batch + 1]");
-  check_size(cu_query_lens, "cu_query_lens", 0, batch.batch_size + 1, "batch + 1");
-  batch.max_pages = max_pages;
-  if (page_table != nullptr) {
-    batch.page_table = check_int32(*page_table, "page_table", 2, "[batch, max_pages]");
-    check_size(*page_table, "page_table", 0, batch.batch_size, "batch");
-    batch.max_pages = page_table->size(1);
-    batch.page_table_stride = page_table->stride(0);
-  }
-  check_starts(batch.cu_query_lens, batch.batch_size, num_tokens);
+  Batch batch{check_sequences(cu_query_lens, seq_lens, page_table, max_pages, num_tokens), {}, 0};
   batch.rows.reserve(static_cast<size_t>(num_tokens));
   for (int64_t sequence = 0; sequence < batch.batch_size; ++sequence) {
-    const int64_t query_len = batch.cu_query_lens[sequence + 1] - batch.cu_query_lens[sequence];
+    const int64_t query_len = batch.query_len(sequence);
     const int32_t* table_row = batch.page_table == nullptr ? nullptr : batch.table_row(sequence);
     int64_t first_page = batch.max_pages;
     int64_t end_page = 0;

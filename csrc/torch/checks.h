@@ -26,6 +26,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 std::string shape_text(const Tensor& tensor);
+void check_same_shape(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name);
 
 void check_cpu(const Tensor& tensor, const char* name);
 void check_dim(const Tensor& tensor, const char* name, int64_t dim, const char* shape);
@@ -68,18 +69,25 @@ core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scor
 // `page_ids` int32 [n], each in [0, num_pages).
 const int32_t* check_page_ids(const Tensor& page_ids, const char* name, int64_t num_pages);
 
-// The packed batch: one Row per new token, and the number of visible pages of the longest row.
-struct Batch {
-  std::vector<core::Row> rows;
-  const int32_t* cu_query_lens = nullptr;
-  const int32_t* seq_lens = nullptr;
-  const int32_t* page_table = nullptr;
+// The sequences of a packed batch: int32 arrays on the host, offsets ascending from 0 to num_tokens.
+struct Sequences {
+  const int32_t* cu_query_lens = nullptr;  // [batch_size + 1]
+  const int32_t* seq_lens = nullptr;       // [batch_size]
+  const int32_t* page_table = nullptr;     // [batch_size, max_pages]; null where the op needs none
   int64_t batch_size = 0;
-  int64_t max_pages = 0;  // width of page_table
+  int64_t max_pages = 0;
   int64_t page_table_stride = 0;
-  int64_t max_visible_pages = 0;
 
   const int32_t* table_row(int64_t sequence) const { return page_table + sequence * page_table_stride; }
+  int64_t query_len(int64_t sequence) const { return cu_query_lens[sequence + 1] - cu_query_lens[sequence]; }
+};
+Sequences check_sequences(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
+                          int64_t max_pages, int64_t num_tokens);
+
+// The same with one Row per new token, and the number of visible pages of the longest row.
+struct Batch : Sequences {
+  std::vector<core::Row> rows;
+  int64_t max_visible_pages = 0;
 };
 
 // `page_table` may be absent (select_pages needs none); then `max_pages` bounds the visible pages.
@@ -87,9 +95,6 @@ struct Batch {
 Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
                   int64_t max_pages, int64_t num_tokens, int64_t page_size, int64_t window,
                   int64_t num_pages);
-
-// cu_query_lens [batch + 1]: ascending from 0 to num_tokens.
-void check_starts(const int32_t* cu_query_lens, int64_t batch_size, int64_t num_tokens);
 
 // Page ids of logical pages [first, end) of one sequence.
 void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end,

@@ -211,7 +211,8 @@ void scatter_pages(Tensor page_ids, Tensor k, Tensor v, std::optional<Tensor> k_
   constexpr const char* kSourceNames[] = {"k", "v", "k_scales_in", "v_scales_in", "summary_in"};
   const auto sources = parts_of(k, v, k_scales_in, v_scales_in, summary_in);
   const auto pools = parts_of(k_pages, v_pages, k_scales, v_scales, page_summary);
-  const int64_t count = page_ids.dim() == 1 ? page_ids.size(0) : 0;
+  check_dim(page_ids, "page_ids", 1, "[num_page_ids]");
+  const int64_t count = page_ids.size(0);
   std::vector<std::pair<Part, Part>> moves;
   for (size_t i = 0; i < pools.size(); ++i) {
     TINYSERVE_CHECK((sources[i] == nullptr) == (pools[i] == nullptr), kSourceNames[i],

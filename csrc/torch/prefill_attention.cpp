@@ -40,34 +40,27 @@ std::tuple<Tensor, Tensor> prefill_attention(Tensor q, Tensor k, Tensor v, Tenso
   check_size(k, "k", 0, q.size(0), "num_tokens of q");
   check_size(k, "k", 1, pools.num_kv_heads, "num_kv_heads of k_pages");
   check_size(k, "k", 2, pools.head_dim, "head_dim of k_pages");
-  TINYSERVE_CHECK(shape_text(v) == shape_text(k), "v: expected the shape of k, ", shape_text(k), ", got ",
-                  shape_text(v));
+  check_same_shape(v, "v", k, "k");
   TINYSERVE_CHECK(params.group_size <= core::kPrefillQueries, "q: expected at most ", core::kPrefillQueries,
                   " query heads per kv head, got ", params.group_size);
 
-  const int32_t* stored_lens = check_int32(seq_lens, "seq_lens", 1, "[batch]");
-  const int64_t batch_size = seq_lens.size(0);
-  const int32_t* starts = check_int32(cu_query_lens, "cu_query_lens", 1, "[batch + 1]");
-  check_size(cu_query_lens, "cu_query_lens", 0, batch_size + 1, "batch + 1");
-  check_starts(starts, batch_size, q.size(0));
-  const int32_t* table = check_int32(page_table, "page_table", 2, "[batch, max_pages]");
-  check_size(page_table, "page_table", 0, batch_size, "batch");
-
+  const Sequences sequences = check_sequences(cu_query_lens, seq_lens, &page_table, 0, q.size(0));
   // Only pages of stored tokens are read; those of the new tokens need not exist yet.
   const int64_t block_rows = core::kPrefillQueries / params.group_size;
   std::vector<core::PrefillBlock> blocks;
-  for (int64_t sequence = 0; sequence < batch_size; ++sequence) {
-    const int64_t padding = std::max<int64_t>(0, -static_cast<int64_t>(stored_lens[sequence]));
-    const int64_t num_rows = starts[sequence + 1] - starts[sequence] - padding;
+  for (int64_t sequence = 0; sequence < sequences.batch_size; ++sequence) {
+    const int64_t seq_len = sequences.seq_lens[sequence];
+    const int64_t padding = std::max<int64_t>(0, -seq_len);
+    const int64_t num_rows = sequences.query_len(sequence) - padding;
     if (num_rows <= 0) continue;
-    const int64_t stored = std::max(stored_lens[sequence], 0);
+    const int64_t stored = std::max<int64_t>(seq_len, 0);
     const int64_t stored_pages = (stored + pools.page_size - 1) / pools.page_size;
-    TINYSERVE_CHECK(stored_pages <= page_table.size(1), "page_table: expected at least ", stored_pages,
-                    " pages for sequence ", sequence, " (seq_lens ", stored, "), got ", page_table.size(1));
+    TINYSERVE_CHECK(stored_pages <= sequences.max_pages, "page_table: expected at least ", stored_pages,
+                    " pages for sequence ", sequence, " (seq_lens ", stored, "), got ", sequences.max_pages);
     const int64_t first_seen = window > 0 ? std::max<int64_t>(0, stored - window + 1) / pools.page_size : 0;
-    const int32_t* table_row = table + sequence * page_table.stride(0);
+    const int32_t* table_row = sequences.table_row(sequence);
     check_table_entries(table_row, sequence, first_seen, stored_pages, pools.num_pages);
-    const int64_t first_row = starts[sequence] + padding;
+    const int64_t first_row = sequences.cu_query_lens[sequence] + padding;
     for (int64_t row = 0; row < num_rows; row += block_rows) {
       blocks.push_back({.page_table = table_row,
                         .first_row = first_row + row,

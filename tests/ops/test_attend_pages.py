@@ -62,6 +62,14 @@ def test_every_head_dim_equals_float64(impl: Implementation, head_dim: int) -> N
         assert_matches_oracle(impl, batch)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_lengths_over_several_chunks_equal_float64(
+    impl: Implementation, head_dim: int, dtype: torch.dtype
+) -> None:
+    assert_matches_oracle(impl, make_batch([511, 512, 1024], head_dim=head_dim, dtype=dtype, seed=8))
+
+
 @pytest.mark.parametrize("head_dim", [1, 12, 320])
 def test_other_head_dims_are_refused(impl: Implementation, head_dim: int) -> None:
     batch = make_batch([20])

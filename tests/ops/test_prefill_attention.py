@@ -175,3 +175,20 @@ def test_a_batch_without_new_tokens_gives_empty_results(impl: Implementation, se
     assert out.shape == (0, 4, 16)
     assert out.dtype == torch.bfloat16
     assert lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("window", [-1, 5])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_stays_out_of_the_rows_that_do_not_see_it(
+    impl: Implementation, value: float, window: int
+) -> None:
+    batch = make_batch([0], [40], only_stored=True, seed=21)
+    batch.window = window
+    clean, _ = batch.run(impl.ops.prefill_attention)
+    batch.v[17] = value
+    out, _ = batch.run(impl.ops.prefill_attention)
+    sees = torch.arange(40) >= 17
+    if window > 0:
+        sees &= torch.arange(40) < 17 + window
+    assert torch.equal(out[~sees], clean[~sees])
+    assert not out[sees].isfinite().all(-1).any()

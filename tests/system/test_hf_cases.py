@@ -148,6 +148,17 @@ def test_padding_of_a_batch_of_one_is_masked(family: str) -> None:
     torch.testing.assert_close(padded[:, -1], solo[:, -1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
+def test_a_padded_forward_without_position_ids_is_what_the_unpatched_model_makes_of_it(family: str) -> None:
+    reference, model = tiny_model(family), tiny_model(family)
+    ids, mask = left_padded(tokens(2, 24), [9, 0])
+    with torch.no_grad(), tinyserve_ops.enable(model, **ALL) as handle:
+        expected = reference(ids, attention_mask=mask).logits
+        got = model(ids, attention_mask=mask, **{cache_argument(model): handle.new_cache()}).logits
+    real = mask.bool()
+    torch.testing.assert_close(got[real], expected[real], atol=2e-4, rtol=1e-3)
+
+
 def test_right_and_interior_padding_leave_the_real_tokens_as_they_are(llama: Any) -> None:
     ids = tokens(2, 20)
     mask = torch.ones_like(ids)
@@ -426,6 +437,71 @@ def test_a_pool_that_runs_out_raises_and_the_cache_goes_on_from_where_it_was(lla
         assert cache.stored_lengths() == [20]
         forward(llama, tokens(1, 3, seed=5), cache)
         assert cache.stored_lengths() == [23]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_pool_that_runs_out_within_generate_leaves_the_tokens_that_fit(llama: Any, num_beams: int) -> None:
+    page_bytes = tinyserve_ops.estimate_memory(llama, 16)
+    page_bytes = page_bytes.kv_bytes + page_bytes.summary_bytes
+    num_pages, prompt = 2 * num_beams, tokens(1, 20)
+    expected = greedy(llama, prompt, new=12, num_beams=num_beams)
+    with tinyserve_ops.enable(llama, max_kv_bytes=num_pages * page_bytes, **ALL) as handle:
+        cache = handle.new_cache(max_tokens=16)
+        with pytest.raises(tinyserve_ops.OutOfPagesError, match="max_kv_bytes") as caught:
+            greedy(llama, prompt, new=90, num_beams=num_beams, **{cache_argument(llama): cache})
+        assert caught.value.num_pages_total == num_pages
+        length = cache.get_seq_length()
+        assert 20 < length < 100  # beams share pages, so how far they get depends on them
+        assert cache.stored_lengths() == [length] * num_beams
+        assert [cache.kv.length(seq) for seq in cache.sequences] == [length] * num_beams
+        cache.kv.check()
+        cache.reset()
+        again = greedy(llama, prompt, new=5, **{cache_argument(llama): cache})
+        if num_beams == 1:
+            assert length == 32
+            assert torch.equal(again, expected[:, :25])
+        with pytest.raises(tinyserve_ops.OutOfPagesError):  # also over the cache that generate makes
+            greedy(llama, prompt, new=90, num_beams=num_beams)
+
+
+def test_a_cache_in_a_model_that_is_not_enabled_is_refused_and_keeps_its_tokens(llama: Any) -> None:
+    one = tokens(1, 1, seed=5)
+    with tinyserve_ops.enable(llama, **ALL) as handle:
+        cache = handle.new_cache()
+        forward(llama, tokens(1, 6), cache)
+        for family in ("llama", "gpt2"):
+            with pytest.raises(ValueError, match="cache: expected the enabled model"):
+                forward(tiny_model(family), one, cache)
+            assert cache.stored_lengths() == [6]
+        forward(llama, one, cache, position_ids=torch.tensor([[6]]))
+        assert cache.stored_lengths() == [7]
+
+
+def test_a_packed_batch_over_the_pages_of_another_model_is_refused(llama: Any, gpt2: Any) -> None:
+    qwen2 = tiny_model("qwen2")  # of the same shape
+    with tinyserve_ops.enable(llama, **ALL) as handle:
+        with pytest.raises(ValueError, match="kv: expected 2 kv heads of 16, the model's, got 4 of 16"):
+            PackedBatch(llama, new_paged_cache(gpt2, handle.config))
+        with pytest.raises(ValueError, match=r"kv: expected one made for 'llama .*', got one for 'qwen2 .*'"):
+            PackedBatch(llama, new_paged_cache(qwen2, handle.config))
+        kv = new_paged_cache(llama, handle.config)
+        batch, seq = PackedBatch(llama, kv), kv.new_sequence()
+        inputs = batch.inputs([(seq, [3, 4])])
+        with torch.no_grad(), pytest.raises(ValueError, match="cache: expected the enabled model"):
+            tiny_model("llama")(**inputs)
+        assert kv.length(seq) == 0
+
+
+def test_an_export_goes_into_a_cache_of_the_same_kind_and_size_of_model_only(llama: Any) -> None:
+    config = tinyserve_ops.SparseConfig(**ALL)
+    with tinyserve_ops.enable(llama, config) as handle:
+        cache = handle.new_cache()
+        forward(llama, tokens(1, 20), cache)
+        data = cache.kv.export(cache.sequences)
+        assert new_paged_cache(llama, config).import_(data)
+        for other in (tiny_model("qwen2"), tiny_model("llama", intermediate_size=64)):
+            with pytest.raises(ValueError, match="fingerprint"):
+                new_paged_cache(other, config).import_(data)
 
 
 def test_a_cache_of_another_model_or_batch_is_refused(llama: Any) -> None:

@@ -1,8 +1,6 @@
 """A reserved decode step compiles into one graph and gives what the eager step gives.
 
-The step is the whole model with its cache; only single-token forwards are compiled. The limit of OPT: before
-transformers 5 its own code makes a mask whose shape depends on the length, and its compiled step breaks there
-into several graphs (last test).
+The step is the whole model with its cache; only single-token forwards are compiled.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def step_logits(call: Any, name: str, cache: Any, token: torch.Tensor, position:
         return call(token, position_ids=torch.full((2, 1), position), **{name: cache}).logits.clone()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "opt"])
 def test_a_decode_step_is_one_graph_at_every_length_and_equals_the_eager_step(family: str) -> None:
     model = tiny_model(family, num_hidden_layers=2) if family != "gpt2" else tiny_model(family)
     name, token = cache_argument(model), tokens(2, 1, seed=9)

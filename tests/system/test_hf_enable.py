@@ -190,6 +190,37 @@ def test_attention_sink_parameters_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attn_logit_softcap", 30.0),
+        ("kv_lora_rank", 8),
+        ("num_kv_shared_layers", 1),
+        ("use_bidirectional_attention", True),
+        ("is_causal", False),
+        ("alibi", True),
+        ("layer_types", ["full_attention", "chunked_attention"]),
+    ],
+)
+def test_options_of_a_config_that_change_attention_are_refused_by_name(
+    llama: Any, name: str, value: Any
+) -> None:
+    setattr(llama.config, name, value)
+    with pytest.raises(ValueError, match=f"{name}: expected .* got "):
+        tinyserve_ops.enable(llama)
+    assert llama.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "head_mask", "position_bias"])
+def test_options_that_only_a_forward_shows_are_refused_by_name(llama: Any, name: str) -> None:
+    with tinyserve_ops.enable(llama, **ALL) as handle:
+        cache = handle.new_cache()
+        forward(llama, tokens(1, 5), cache)
+        with pytest.raises(ValueError, match=f"{name}: expected None"):
+            forward(llama, tokens(1, 1), cache, **{name: torch.ones(4)})
+        assert cache.stored_lengths() == [5]
+
+
+@pytest.mark.parametrize(
     "flags", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}], ids=str
 )
 def test_scale_flags_of_gpt2_are_honoured(flags: dict[str, bool]) -> None:

@@ -65,6 +65,8 @@ def test_bad_arguments_are_refused_by_name():
         estimate_memory(SimpleNamespace(), 1)
     with pytest.raises(ValueError, match="dtype"):
         estimate_memory(LLAMA, 1, dtype="int8")
+    with pytest.raises(TypeError, match="config: expected a SparseConfig, got dict"):
+        estimate_memory(LLAMA, 1, config={"page_size": 8})
 
 
 def test_the_module_prints_what_it_runs_on():

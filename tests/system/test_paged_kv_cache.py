@@ -394,6 +394,7 @@ def test_random_work_keeps_contents_and_accounting_right():
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"dtype": torch.int32}, "dtype"),
+        ({"device": "cuda"}, "device: expected cpu .*got cuda"),
         ({"config": SparseConfig(max_kv_bytes=10)}, "max_kv_bytes"),
     ],
 )
@@ -414,3 +415,11 @@ def test_wrong_rows_are_refused():
     cache.free(seq)
     with pytest.raises(ValueError, match="seq"):
         cache.length(seq)
+
+
+def test_a_layer_group_that_does_not_exist_is_refused_by_name():
+    cache = new_cache()
+    seq = cache.new_sequence()
+    for group in (-1, 1):
+        with pytest.raises(ValueError, match="group: expected 0 to 0"):
+            cache.page_ids(seq, group)

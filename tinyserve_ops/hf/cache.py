@@ -25,7 +25,13 @@ from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.forward import ForwardBatch
 from tinyserve_ops.hf.layer import TinyServeLayer
 from tinyserve_ops.hf.padding import PadRuns, new_tokens
-from tinyserve_ops.hf.support import cache_argument, max_positions, takes_argument, unwrap_model
+from tinyserve_ops.hf.support import (
+    cache_argument,
+    fingerprint,
+    max_positions,
+    takes_argument,
+    unwrap_model,
+)
 from tinyserve_ops.reserved import ReservedBatch
 from tinyserve_ops.stats import CacheStats
 
@@ -37,6 +43,12 @@ ATTENTION_NAME = "tinyserve"
 # `kv_offset` values by which the mask function recognises our caches; real offsets are never negative.
 MASK_SENTINEL = -1
 MASK_SENTINEL_RESERVED = -2
+
+# A model that is not enabled would attend to the new keys alone, without any sign of it.
+NOT_ATTENDED = (
+    "cache: expected the enabled model it was made for, got one whose attention did not come back for the "
+    "keys of the layer before (another model, or one that is not enabled)"
+)
 
 # transformers renamed the argument of `Cache.crop` when it changed from a length (up to 5.16) to a number of
 # tokens to remove. Only the meaning of 0 depends on it; negative numbers always remove, positive ones always
@@ -88,6 +100,7 @@ class TinyServeCache(Cache):
         self._reserved: ReservedBatch | None = None
         self._reserved_length: torch.Tensor | None = None
         self._is_active = True  # the forward under way attends through us
+        self._handed_on = False  # `update` gave keys away that have not come back to `attend`
         self._room_checked = False  # the coming step was counted by `step_inputs`
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
 
@@ -101,11 +114,17 @@ class TinyServeCache(Cache):
         Returns them unchanged, marked with this cache. Under another attention ("sdpa", "eager") they are
         stored here, and everything is returned densely in padded positions, so that switching attention never
         computes something else.
+
+        Raises:
+            ValueError: the calling model does not attend through this cache.
         """
         if layer_idx == 0:  # once a forward: a transformers config looks every attribute up the slow way
             self._is_active = self.config._attn_implementation == ATTENTION_NAME
         if not self._is_active:
             return self._update_for_other_attention(key_states, value_states, layer_idx)
+        if layer_idx > 0 and self._handed_on:
+            raise ValueError(NOT_ATTENDED)
+        self._handed_on = True
         link = (self, layer_idx)
         if isinstance(
             kwargs.get("kwargs"), dict
@@ -381,6 +400,7 @@ class TinyServeCache(Cache):
         Returns:
             [batch, num_new, num_heads, head_dim], zeros at padding.
         """
+        self._handed_on = False
         if self._reserved is not None and query.size(2) == 1:
             return self._attend_reserved(layer_idx, query, key, value, sm_scale, window)
         forward = self._forward
@@ -498,7 +518,7 @@ class TinyServeCache(Cache):
             dtype=key.dtype if kv_dtype is None else getattr(torch, kv_dtype),
             device=key.device,
             max_tokens=max_tokens,
-            fingerprint=str(self.config.model_type),
+            fingerprint=fingerprint(self.config),
         )
 
     def _update_for_other_attention(

@@ -18,11 +18,12 @@ from transformers.cache_utils import Cache
 from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.forward import ForwardBatch
-from tinyserve_ops.hf.cache import ATTENTION_NAME, MASK_SENTINEL
+from tinyserve_ops.hf.cache import ATTENTION_NAME, MASK_SENTINEL, NOT_ATTENDED
 from tinyserve_ops.hf.layer import TinyServeLayer
 from tinyserve_ops.hf.support import (
     cache_argument,
     check_positions,
+    fingerprint,
     max_positions,
     takes_argument,
     unwrap_model,
@@ -45,14 +46,22 @@ def new_paged_cache(
     sparse = sparse if sparse is not None else SparseConfig()
     return PagedKVCache(
         config.num_hidden_layers,
-        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        _num_kv_heads(config),
+        _head_dim(config),
         config=sparse,
         dtype=inner.dtype if sparse.kv_dtype is None else getattr(torch, sparse.kv_dtype),
         device=inner.device,
         max_tokens=max_tokens if max_tokens is not None else max_positions(config),
-        fingerprint=str(config.model_type),
+        fingerprint=fingerprint(config),
     )
+
+
+def _num_kv_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 class PackedBatch(Cache):
@@ -67,6 +76,9 @@ class PackedBatch(Cache):
     Args:
         model: an enabled model (`tinyserve_ops.enable`).
         kv: where the sequences live; several batches may take turns on it.
+
+    Raises:
+        ValueError: `kv` has another shape, or was made for another kind of model.
     """
 
     def __init__(self, model: Any, kv: PagedKVCache) -> None:
@@ -76,7 +88,17 @@ class PackedBatch(Cache):
         self.num_layers = int(self.config.num_hidden_layers)
         if kv.num_layers != self.num_layers:
             raise ValueError(f"kv: expected {self.num_layers} layers, the model's, got {kv.num_layers}")
+        heads = (_num_kv_heads(self.config), _head_dim(self.config))
+        if (kv.num_kv_heads, kv.head_dim) != heads:
+            raise ValueError(
+                f"kv: expected {heads[0]} kv heads of {heads[1]}, the model's, "
+                f"got {kv.num_kv_heads} of {kv.head_dim}"
+            )
+        expected = fingerprint(self.config)
+        if kv.fingerprint not in ("", expected):
+            raise ValueError(f"kv: expected one made for {expected!r}, got one for {kv.fingerprint!r}")
         self.batch: ForwardBatch | None = None
+        self._handed_on = False  # `update` gave keys away that have not come back to `attend`
         self._cache_argument = cache_argument(inner)
         self._keeps_logits = takes_argument(inner, "logits_to_keep")
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
@@ -136,6 +158,7 @@ class PackedBatch(Cache):
         window: int,
     ) -> torch.Tensor:
         """Called by the attention function: stores and attends one layer; [1, total, num_heads, head_dim]."""
+        self._handed_on = False
         batch = self._current()
         if not batch.is_open:
             raise RuntimeError("PackedBatch: expected inputs() before every forward, got a second forward")
@@ -167,6 +190,9 @@ class PackedBatch(Cache):
             )
         if key_states.size(0) != 1:
             raise ValueError(f"batch size: expected 1 (all rows packed into one), got {key_states.size(0)}")
+        if layer_idx > 0 and self._handed_on:
+            raise ValueError(NOT_ATTENDED)
+        self._handed_on = True
         link = (self, layer_idx)
         if isinstance(kwargs.get("kwargs"), dict):
             kwargs["kwargs"]["tinyserve_link"] = link

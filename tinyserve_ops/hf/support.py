@@ -18,6 +18,7 @@ __all__ = [
     "cache_argument",
     "check_model",
     "check_positions",
+    "fingerprint",
     "max_positions",
     "takes_argument",
     "unwrap_model",
@@ -167,3 +168,12 @@ def check_positions(config: Any, num_tokens: int) -> None:
             f"max_position_embeddings: expected a prompt of at most {limit} tokens, the model's positions, "
             f"got {num_tokens}"
         )
+
+
+def fingerprint(config: Any) -> str:
+    """Names a model by its kind and sizes, the same in every transformers version. Weights are not looked at:
+    two models of one architecture have the same.
+    """
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: getattr(config, name, None) for name in (*names, "intermediate_size", "vocab_size")}
+    return " ".join([str(config.model_type), *(f"{k}={v}" for k, v in sizes.items() if isinstance(v, int))])
