@@ -40,7 +40,7 @@ help:
 
 $(BIN)/python:
 	@tools/install_system_packages.sh $(PYTHON)
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v < (3, 14) or sys.exit("Python 3.10 to 3.13 is \
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit("Python 3.11 to 3.13 is \
 	needed; %s is %d.%d. Choose another: make PYTHON=python3.11 ..." % ("$(PYTHON)", *v))'
 	$(PYTHON) -m venv $(VENV)
 

@@ -24,7 +24,8 @@ class BatchTables:
     Attributes:
         page_table: int32 [batch, width], -1 where there is no page; `width` grows by doubling.
         seq_lens: int32 [batch], committed lengths as of the last `refresh`.
-        page_budget: int32 [batch], pages a sparse step of one new token attends to.
+        page_budget: int32 [batch], pages a sparse step of one new token attends to: never more than the
+            longest row has (or the forced pages), so that no list is wider than can be filled.
         max_page_budget: the largest of them.
         lengths: `seq_lens` as host integers.
     """
@@ -41,7 +42,7 @@ class BatchTables:
         self._written = [0] * batch
         self._versions = [-1] * batch
         self.lengths: list[int] = [0] * batch
-        self.max_page_budget = config.page_budget(0)
+        self.max_page_budget = config.forced_pages
         with torch.inference_mode(False):  # written under any mode later
             self.page_table = torch.full((batch, width), -1, dtype=torch.int32, device=self._device)
             self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self._device)
@@ -67,13 +68,19 @@ class BatchTables:
         if lengths != self.lengths:
             self.lengths = lengths
             self._store(self.seq_lens, self._lens_view, lengths)
+        num_pages = [
+            (length + max(new, 1) - 1) // page_size + 1 for length, new in zip(lengths, num_new, strict=True)
+        ]
         if self._config.ratio is not None:
-            budgets = [
-                self._config.page_budget((length + max(new, 1) - 1) // page_size + 1)
-                for length, new in zip(lengths, num_new, strict=True)
-            ]
+            budgets = [self._config.page_budget(pages) for pages in num_pages]
             self.max_page_budget = max(budgets, default=self._config.forced_pages)
             self._store(self.page_budget, self._budget_view, budgets)
+            return
+        longest = max(num_pages, default=0)
+        budget = min(self._config.page_budget(longest), max(longest, self._config.forced_pages))
+        if budget != self.max_page_budget:
+            self.max_page_budget = budget
+            self._store(self.page_budget, self._budget_view, [budget] * len(lengths))
 
     def forget(self, row: int, from_page: int, version: int) -> None:
         """Entries of `row` from `from_page` on have changed, no others; `version` is the new one."""

@@ -40,7 +40,8 @@ class PagedKVCache:
         dtype: element type of the pages unless `config.kv_dtype` names another.
         device: where the pages live.
         max_tokens: capacity at the start, summed over sequences. A CPU pool grows past it by doubling, up to
-            `config.max_kv_bytes`; untouched capacity costs no physical memory. Not needed with `pool`.
+            `config.max_kv_bytes`. Untouched pages cost no physical memory, only the allocator's records do:
+            about 30 bytes a page, at once. Not needed with `pool`.
         layer_groups: layers that share one page table; default one group of all.
         fingerprint: names the model; exports of one model are refused by a cache of another.
         pool: share this pool with other caches instead of making one.
@@ -100,6 +101,7 @@ class PagedKVCache:
         self._next_handle = 0
         self._states: OrderedDict[tuple[int, ...], BatchState] = OrderedDict()
         self._open: ForwardBatch | None = None
+        self._reservations: weakref.WeakSet[ReservedBatch] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, give_back, self._records, pool, id(self))
         self._finalizer.atexit = False
 
@@ -111,7 +113,12 @@ class PagedKVCache:
         return tuple(self._records)
 
     def new_sequence(self) -> int:
-        """Handle of a new, empty sequence."""
+        """Handle of a new, empty sequence.
+
+        Raises:
+            RuntimeError: the cache was closed.
+        """
+        self._check_not_closed("new_sequence")
         return self._add(SequenceRecord([group.allocator.new_sequence() for group in self.pool.groups]))
 
     def fork(self, seq: int) -> int:
@@ -142,9 +149,13 @@ class PagedKVCache:
         record.next_position = max(0, record.next_position - (present - length))
 
     def reset(self, seq: int | None = None) -> None:
-        """Empties one sequence, or all of them and the stats; pages and pins are given back."""
-        for handle in self.sequences if seq is None else (seq,):
-            record = self._settle(handle, "reset")
+        """Empties one sequence, or all of them and the stats; pages and pins are given back.
+
+        Raises:
+            RuntimeError: a sequence is reserved; nothing changed.
+        """
+        handles = self.sequences if seq is None else (seq,)
+        for handle, record in [(handle, self._settle(handle, "reset")) for handle in handles]:
             record.unpin_all(self.pool)
             self.crop(handle, 0)
             record.next_position = 0
@@ -191,7 +202,9 @@ class PagedKVCache:
         self._record(seq).next_position = position
 
     def pin(self, seq: int) -> None:
-        """Keeps the pages of the committed tokens from reuse until `unpin`, `reset` or `free`."""
+        """Keeps the pages that the sequence has now from reuse until `unpin`, `reset`, `free` or `close`,
+        also when it is cropped. Pages that it gets later are not pinned; forks share the pages, not the pin.
+        """
         self._settle(seq, "pin").pin(self.pool)
 
     def unpin(self, seq: int) -> None:
@@ -264,7 +277,9 @@ class PagedKVCache:
         Raises:
             OutOfPagesError: no lengths changed, no pages kept.
             ValueError: a row that does not fit.
+            RuntimeError: the cache was closed, or a sequence is reserved.
         """
+        self._check_not_closed("begin")
         self._close_open()
         pairs = list(batch)
         sequences = tuple(seq for seq, _ in pairs)
@@ -314,23 +329,25 @@ class PagedKVCache:
             )
         num_new = [max_tokens - length for length in lengths]
         width = -(-max_tokens // self.config.page_size)
-        try:
-            self._reserve_pages(sequences, records, num_new)
-            tables = [
-                BatchTables(
-                    group, [record.ids[index] for record in records], self.config, width=max(width, 1)
-                )
-                for index, group in enumerate(self.pool.groups)
-            ]
-            for table in tables:
-                table.refresh(num_new)
-            reserved = ReservedBatch(self, sequences, tables, max_tokens)
-        except BaseException:
-            self._trim(sequences)
-            raise
+        with self.pool.lock:  # no other cache makes the pool grow between the pages and the registration
+            try:
+                self._reserve_pages(sequences, records, num_new)
+                tables = [
+                    BatchTables(
+                        group, [record.ids[index] for record in records], self.config, width=max(width, 1)
+                    )
+                    for index, group in enumerate(self.pool.groups)
+                ]
+                for table in tables:
+                    table.refresh(num_new)
+                reserved = ReservedBatch(self, sequences, tables, max_tokens)
+            except BaseException:
+                self._trim(sequences)
+                raise
+            self.pool.reservation_opened(id(self))
         for record in records:
             record.reserved = True
-        self.pool.reservations[id(self)] = self.pool.reservations.get(id(self), 0) + 1
+        self._reservations.add(reserved)
         return reserved
 
     def finish_forward(self, forward: ForwardBatch, *, committed: bool) -> None:
@@ -351,14 +368,13 @@ class PagedKVCache:
             group.allocator.commit(sequence_id, num_new)
         record.next_position += num_new
 
-    def end_reservation(self, sequences: tuple[int, ...]) -> None:
-        """For `ReservedBatch` only: the sequences are ordinary again."""
-        for seq in sequences:
+    def end_reservation(self, reserved: ReservedBatch) -> None:
+        """For `ReservedBatch` only: its sequences are ordinary again."""
+        for seq in reserved.sequences:
             self._records[seq].reserved = False
-        left = self.pool.reservations.pop(id(self), 1) - 1
-        if left:
-            self.pool.reservations[id(self)] = left
-        self._trim(sequences)
+        self._reservations.discard(reserved)
+        self.pool.reservation_closed(id(self))
+        self._trim(reserved.sequences)
 
     # -- contents --------------------------------------------------------------------------------------------
 
@@ -429,8 +445,12 @@ class PagedKVCache:
                 tables.check()
 
     def close(self) -> None:
-        """Frees all sequences; also done when the cache is garbage collected. No-op when closed."""
+        """Frees all sequences, open forwards and reservations; also done when the cache is garbage collected.
+        No-op when closed.
+        """
         self._close_open()
+        for reserved in list(self._reservations):
+            reserved.release()
         self._states.clear()
         self._finalizer()
 
@@ -459,6 +479,10 @@ class PagedKVCache:
         raise TypeError("PagedKVCache can't be pickled: use export() and import_()")
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _check_not_closed(self, action: str) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError(f"{action}: expected an open cache, got one that was closed")
 
     def _add(self, record: SequenceRecord) -> int:
         handle = self._next_handle

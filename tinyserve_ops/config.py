@@ -25,12 +25,16 @@ DEFAULT_TOKEN_BUDGET = 2048
 # can run on int64 tensors.
 _MAX_RATIO_DENOMINATOR = 1_000_000
 
+# Every page list has room for the forced pages, however short the sequence.
+_MAX_FORCED_PAGES = 1 << 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig:
     """How a sparse decode step chooses the pages it reads, and how they are stored.
 
-    Give `token_budget` or `keep_ratio`, not both; with neither, `token_budget` is 2048.
+    Give `token_budget` or `keep_ratio`, not both; with neither, `token_budget` is 2048, or as many as the
+    forced pages hold where that is more.
 
     Args:
         page_size: tokens of a page, 1 to 64.
@@ -64,11 +68,12 @@ class SparseConfig:
     max_kv_bytes: int | None = None
     record_selection: bool = False
     _ratio: Fraction | None = field(default=None, init=False, repr=False, compare=False)
+    _default_budget: bool = field(default=False, init=False, repr=False, compare=False)  # neither was given
 
     def __post_init__(self) -> None:
         _check_int("page_size", self.page_size, 1, 64)
-        _check_int("num_sink_pages", self.num_sink_pages, 0)
-        _check_int("num_recent_pages", self.num_recent_pages, 1)
+        _check_int("num_sink_pages", self.num_sink_pages, 0, _MAX_FORCED_PAGES)
+        _check_int("num_recent_pages", self.num_recent_pages, 1, _MAX_FORCED_PAGES)
         _check_int("dense_layers", self.dense_layers, 0)
         _check_choice("scorer", self.scorer, tuple(SCORERS))
         _check_choice("group_reduction", self.group_reduction, GROUP_REDUCTIONS)
@@ -99,6 +104,7 @@ class SparseConfig:
         if self.token_budget is None:
             forced_tokens = self.forced_pages * self.page_size
             object.__setattr__(self, "token_budget", max(DEFAULT_TOKEN_BUDGET, forced_tokens))
+            object.__setattr__(self, "_default_budget", True)
             return
         _check_int("token_budget", self.token_budget, 1)
         if self.token_budget // self.page_size < self.forced_pages:
@@ -143,8 +149,11 @@ class SparseConfig:
         return SparseConfig.from_dict({**values, **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by name, accepted by `from_dict`."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        """Plain values by name, as they were given (a default budget is None); accepted by `from_dict`."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        if self._default_budget:
+            values["token_budget"] = None
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SparseConfig:

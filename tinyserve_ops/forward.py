@@ -8,6 +8,7 @@ fails half-way leaves nothing to undo.
 
 from __future__ import annotations
 
+import weakref
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -95,7 +96,6 @@ class _Part:
     """
 
     def __init__(self, batch: ForwardBatch, rows: list[int], whole: bool) -> None:
-        self._batch = batch
         starts = batch.host_cu_query_lens
         num_new = batch.num_new
         busy_rows = [row for row in rows if num_new[row]]
@@ -152,7 +152,9 @@ class ForwardBatch:
     """
 
     def __init__(self, cache: PagedKVCache, state: BatchState, num_new: list[int], *, dense: bool) -> None:
-        self._cache: PagedKVCache | None = cache
+        # Weak, because the cache holds its open forward: a cycle would keep the pool's tensors until the
+        # cycle collector runs. None when closed.
+        self._cache: weakref.ref[PagedKVCache] | None = weakref.ref(cache)
         self._state = state
         self._config = cache.config
         self._stats = cache.recorder
@@ -189,8 +191,8 @@ class ForwardBatch:
 
     @property
     def is_open(self) -> bool:
-        """Neither committed nor abandoned."""
-        return self._cache is not None
+        """Neither committed nor abandoned, and its cache is still there."""
+        return self._cache is not None and self._cache() is not None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -207,7 +209,7 @@ class ForwardBatch:
 
     def positions(self) -> torch.Tensor:
         """Position of each packed token, int64 [num_tokens]: from `next_position` of its sequence on."""
-        cache = self._open_cache()
+        cache = self._open_cache("positions")
         starts = [cache.next_position(seq) for seq in self.sequences]
         values = [p for start, n in zip(starts, self.num_new, strict=True) for p in range(start, start + n)]
         return torch.tensor(values, dtype=torch.int64, device=cache.device)
@@ -241,11 +243,10 @@ class ForwardBatch:
             [num_tokens, num_heads, head_dim], of q's dtype.
 
         Raises:
-            RuntimeError: the forward is no longer open.
+            RuntimeError: the forward is no longer open, or its cache is gone.
             ValueError: an argument that does not fit, by name.
         """
-        if self._cache is None:
-            raise RuntimeError("attend: expected an open forward, got one that was committed or abandoned")
+        self._open_cache("attend")
         num_tokens = self.num_tokens
         if not (q.size(0) == k.size(0) == v.size(0) == num_tokens):
             raise ValueError(
@@ -322,7 +323,7 @@ class ForwardBatch:
         Raises:
             RuntimeError: the forward is not open, or a layer is missing.
         """
-        cache = self._open_cache()
+        cache = self._open_cache("commit")
         if not allow_missing_layers and self.num_tokens and not all(self._attended):
             missing = [layer for layer, done in enumerate(self._attended) if not done]
             raise RuntimeError(f"commit: expected every layer to have attended, got none of layers {missing}")
@@ -333,12 +334,15 @@ class ForwardBatch:
 
     def abandon(self) -> None:
         """Closes the forward and gives its pages back; nothing advances. No-op when closed."""
-        cache = self._cache
+        cache = None if self._cache is None else self._cache()
+        self._cache = None
         if cache is not None:
-            self._cache = None
             cache.finish_forward(self, committed=False)
 
-    def _open_cache(self) -> PagedKVCache:
+    def _open_cache(self, action: str) -> PagedKVCache:
         if self._cache is None:
-            raise RuntimeError("expected an open forward, got one that was committed or abandoned")
-        return self._cache
+            raise RuntimeError(f"{action}: expected an open forward, got one that was committed or abandoned")
+        cache = self._cache()
+        if cache is None:
+            raise RuntimeError(f"{action}: expected a forward of a live cache, got one whose cache is gone")
+        return cache

@@ -342,8 +342,8 @@ def _check_tensors(op: Any, args: tuple[object, ...]) -> None:
         for index, tensor in tensors:
             if tensor.requires_grad:
                 raise ValueError(
-                    f"{_argument_name(op, index)}: expected a tensor that does not require grad (this op has no "
-                    "gradient), got one that does; run it under torch.no_grad() or pass a detached tensor"
+                    f"{_argument_name(op, index)}: expected a tensor that does not require grad (this op has "
+                    "no gradient), got one that does; run it under torch.no_grad() or pass a detached tensor"
                 )
 
 

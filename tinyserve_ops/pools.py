@@ -9,6 +9,7 @@ pool never shrinks.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -28,11 +29,18 @@ class PageGroup:
     def __init__(
         self, pool: PagePool, layer_ids: tuple[int, ...], layers: list[LayerPool], num_pages: int
     ) -> None:
-        self.pool = pool
+        self._pool = weakref.ref(pool)  # a cycle would keep the tensors until the cycle collector runs
         self.layer_ids = layer_ids
         self.layers = layers
         self.allocator = PageAllocator(num_pages, layers[0].page_size)
         self.high_water = 0  # pages with an id below this may hold data
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool that the group is a part of."""
+        pool = self._pool()
+        assert pool is not None
+        return pool
 
     @property
     def bytes_per_page(self) -> int:
@@ -67,7 +75,8 @@ class PageGroup:
     def note_page(self, page_id: int) -> None:
         """Tells the group that this page (and so any below) may hold data."""
         if page_id >= self.high_water:
-            self.high_water = page_id + 1
+            with self.pool.lock:
+                self.high_water = max(self.high_water, page_id + 1)
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         device = self.pool.device
@@ -135,7 +144,8 @@ class PagePool:
         config: page size, scorer and `max_kv_bytes` are taken from it.
         dtype: element type of the pages.
         device: where they live.
-        max_tokens: capacity at the start, summed over sequences; rounded up to pages.
+        max_tokens: capacity at the start, summed over sequences; rounded up to pages. The allocator's records
+            take about 30 bytes a page at once; the pages themselves cost memory when they are written.
         layer_groups: layers that share page tables; default one group of all layers.
         growable: whether it may grow past `max_tokens`, by doubling, up to `config.max_kv_bytes`. Default:
             only on the CPU. A pool that several threads use should not grow: it replaces its tensors, and is
@@ -176,11 +186,11 @@ class PagePool:
         self.layer_groups = _check_groups(layer_groups, num_layers)
         self.growable = self.device.type == "cpu" if growable is None else growable
         self.num_growths = 0
-        self.reservations: dict[
-            int, int
-        ] = {}  # cache -> its reservations: compiled steps that hold the tensors themselves
         self.lock = threading.RLock()
-        self._open_forwards: dict[int, int] = {}  # cache -> thread with a forward in progress
+        # Both only under the lock. Cache -> how many compiled steps hold the tensors themselves; cache ->
+        # thread with a forward in progress.
+        self._reservations: dict[int, int] = {}
+        self._open_forwards: dict[int, int] = {}
         on_cpu = self.device.type == "cpu"
 
         def make_layer(num_pages: int) -> LayerPool:
@@ -228,9 +238,9 @@ class PagePool:
         now = group.allocator.num_pages
         if not self.growable:
             return now, "a pool of fixed size"
-        if self.reservations:
+        if self._reservations:
             return now, "a pool does not grow while a compiled step holds its tensors"
-        if any(thread != threading.get_ident() for thread in self._open_forwards.values()):
+        if any(thread != threading.get_ident() for thread in list(self._open_forwards.values())):
             return now, "a pool does not grow while another thread has a forward open"
         if self.max_kv_bytes is None:
             return 2**31 - 1, "page ids are 32 bits wide"
@@ -239,16 +249,33 @@ class PagePool:
 
     def forward_opened(self, cache_id: int) -> None:
         """A forward of that cache is in progress in this thread."""
-        self._open_forwards[cache_id] = threading.get_ident()
+        with self.lock:
+            self._open_forwards[cache_id] = threading.get_ident()
 
     def forward_closed(self, cache_id: int) -> None:
         """It ended, either way."""
-        self._open_forwards.pop(cache_id, None)
+        with self.lock:
+            self._open_forwards.pop(cache_id, None)
+
+    def reservation_opened(self, cache_id: int) -> None:
+        """A compiled step of that cache holds the tensors. The caller has had the lock since it took the
+        pages, so that the pool has not grown in between.
+        """
+        with self.lock:
+            self._reservations[cache_id] = self._reservations.get(cache_id, 0) + 1
+
+    def reservation_closed(self, cache_id: int) -> None:
+        """One of them ended."""
+        with self.lock:
+            left = self._reservations.pop(cache_id, 1) - 1
+            if left:
+                self._reservations[cache_id] = left
 
     def forget_cache(self, cache_id: int) -> None:
         """The cache is gone, with whatever it had open or reserved."""
-        self._open_forwards.pop(cache_id, None)
-        self.reservations.pop(cache_id, None)
+        with self.lock:
+            self._open_forwards.pop(cache_id, None)
+            self._reservations.pop(cache_id, None)
 
     def check_matches(
         self,

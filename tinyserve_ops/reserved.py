@@ -18,6 +18,7 @@ from tinyserve_ops import ops
 from tinyserve_ops.batch_tables import BatchTables
 from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.forward import attend_decode
+from tinyserve_ops.stats import hidden_by_window
 
 if TYPE_CHECKING:
     from tinyserve_ops.cache import PagedKVCache
@@ -54,7 +55,7 @@ class ReservedBatch:
         self._released = False
         self._windows = [-1] * cache.num_layers
         width = max(1, -(-max_tokens // cache.config.page_size))
-        self._max_page_budget = cache.config.page_budget(width)
+        self._max_page_budget = min(cache.config.page_budget(width), max(width, cache.config.forced_pages))
         ratio = cache.config.ratio
         self._ratio = None if ratio is None else (ratio.numerator, ratio.denominator)
         batch = len(sequences)
@@ -67,10 +68,14 @@ class ReservedBatch:
                 (batch,), self._max_page_budget, dtype=torch.int32, device=cache.device
             )
             self._update_budget()
-            # Pages read so far, per layer: one tensor each, because a tensor mutated twice in a graph is
-            # copied.
-            self._pages_read = [torch.zeros((), dtype=torch.int64, device=cache.device) for _ in self._layers]
-        static = [self.cu_query_lens, self.seq_lens, self.next_positions, self.page_budget, *self._pages_read]
+            # Pages read so far and tokens in them before the window, per layer: one tensor each, because a
+            # tensor mutated twice in a graph is copied.
+            self._pages_read, self._tokens_hidden = (
+                [torch.zeros((), dtype=torch.int64, device=cache.device) for _ in self._layers]
+                for _ in range(2)
+            )
+        static = [self.cu_query_lens, self.seq_lens, self.next_positions, self.page_budget]
+        static += [*self._pages_read, *self._tokens_hidden]
         for pool in self._layers:
             static += [pool.k_pages, pool.v_pages, pool.page_summary]
         for tensor in [*static, *self._page_tables]:
@@ -102,7 +107,12 @@ class ReservedBatch:
         window: int = -1,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Appends one token per row and attends; traceable. Arguments as for `ForwardBatch.attend`."""
+        """Appends one token per row and attends; traceable. Arguments as for `ForwardBatch.attend`.
+
+        Raises:
+            RuntimeError: the reservation was released. A compiled step is guarded by it and raises as well.
+        """
+        self._check_live("attend")
         pool = self._layers[layer_idx]
         page_table = self._page_tables[layer_idx]
         ops.append_kv(
@@ -121,15 +131,24 @@ class ReservedBatch:
         rows = (self.seq_lens, page_table, self.page_budget, self._max_page_budget)
         sparse = layer_idx >= self._config.dense_layers
         self._windows[layer_idx] = window
-        out, _, num_selected = attend_decode(
+        out, selected_pages, num_selected = attend_decode(
             q, self.cu_query_lens, rows, pool, self._config, sparse, sm_scale, window, softcap
         )
-        if num_selected is not None:
+        if selected_pages is not None and num_selected is not None:
             self._pages_read[layer_idx].add_(num_selected.sum())
+            if window > 0:
+                page_size = self._config.page_size
+                hidden = hidden_by_window(selected_pages, self.seq_lens, page_size, window)
+                self._tokens_hidden[layer_idx].add_(hidden)
         return out
 
     def advance(self) -> None:
-        """Makes the step's tokens count; traceable. Called once per step, after the last layer."""
+        """Makes the step's tokens count; traceable. Called once per step, after the last layer.
+
+        Raises:
+            RuntimeError: the reservation was released.
+        """
+        self._check_live("advance")
         self.seq_lens.add_(1)
         self.next_positions.add_(1)
         self._update_budget()
@@ -139,28 +158,46 @@ class ReservedBatch:
         goes on.
 
         Raises:
-            RuntimeError: the reservation was released, or steps were run without room.
+            RuntimeError: the reservation was released, or steps were run without room (said once: those steps
+                are dropped in every row, and decoding goes on from the last one that fitted).
         """
         self._check_live("sync")
-        lengths: list[int] = self.seq_lens.tolist()
-        if max(lengths) > self.max_tokens:
+        reached = self._tell_cache()
+        if max(reached) > self.max_tokens:
             raise RuntimeError(
-                f"sync: expected at most {self.max_tokens} tokens in a sequence, got lengths {lengths}"
+                f"sync: expected at most {self.max_tokens} tokens in a sequence (max_tokens), got lengths "
+                f"{reached}: steps were run without check_room; those beyond were dropped in every row"
             )
+
+    def _tell_cache(self) -> list[int]:
+        """`sync` without a complaint: steps past `max_tokens` did not happen. Returns the lengths reached."""
+        reached: list[int] = self.seq_lens.tolist()
+        excess = max(0, max(reached) - self.max_tokens)  # steps: all rows take one token in each
+        lengths = [length - excess for length in reached]
+        if excess:
+            self.seq_lens.sub_(excess)
+            self.next_positions.sub_(excess)
+            self._update_budget()
         new_counts = [length - start for length, start in zip(lengths, self._start_lengths, strict=True)]
         for seq, num_new in zip(self.sequences, new_counts, strict=True):
             self._cache.advance(seq, num_new)
         self._count_steps(lengths)
         self._start_lengths = lengths
         self._steps_taken = 0
+        return reached
 
     def release(self) -> None:
-        """`sync`, then gives unused pages back; the sequences are ordinary again. No-op when done."""
+        """`sync`, then gives unused pages back; the sequences are ordinary again. No-op when done.
+
+        Steps run without room are no error here; they are dropped.
+        """
         if self._released:
             return
-        self.sync()
-        self._released = True
-        self._cache.end_reservation(self.sequences)
+        try:
+            self._tell_cache()
+        finally:
+            self._released = True
+            self._cache.end_reservation(self)
 
     def __enter__(self) -> ReservedBatch:
         return self
@@ -177,7 +214,7 @@ class ReservedBatch:
         numerator, denominator = self._ratio
         num_pages = self.seq_lens.to(torch.int64) // self._config.page_size + 1
         budget = (num_pages * numerator + (denominator - 1)) // denominator
-        self.page_budget.copy_(budget.clamp(min=self._config.forced_pages))
+        self.page_budget.copy_(budget.clamp(self._config.forced_pages, self._max_page_budget))
 
     def _count_steps(self, lengths: list[int]) -> None:
         steps = tuple(
@@ -186,12 +223,19 @@ class ReservedBatch:
             for position in range(start, end)
         )
         for layer_idx, pool in enumerate(self._layers):
-            pages_read = None
+            pages_read, tokens_hidden = None, 0
             if layer_idx >= self._config.dense_layers:
                 pages_read = int(self._pages_read[layer_idx])
+                tokens_hidden = int(self._tokens_hidden[layer_idx])
                 self._pages_read[layer_idx].zero_()
-            window = self._windows[layer_idx]
-            self._cache.recorder.add_counts(pool=pool, lengths=steps, window=window, pages_read=pages_read)
+                self._tokens_hidden[layer_idx].zero_()
+            self._cache.recorder.add_counts(
+                pool=pool,
+                lengths=steps,
+                window=self._windows[layer_idx],
+                pages_read=pages_read,
+                tokens_hidden=tokens_hidden,
+            )
 
     def _check_live(self, action: str) -> None:
         if self._released:

@@ -210,6 +210,9 @@ def _read_layers(cache: PagedKVCache, num_pages: list[int], payload: memoryview)
         parts = []
         for shape, dtype in _shapes(pool, num_pages[cache.group_of_layer[layer_idx]]):
             num_bytes = _num_bytes(shape, dtype)
+            if num_bytes == 0:  # only empty sequences: torch does not reinterpret an empty tensor
+                parts.append(torch.empty(shape, dtype=dtype, device=cache.device))
+                continue
             array = numpy.frombuffer(payload[offset : offset + num_bytes], dtype=numpy.uint8).copy()
             parts.append(torch.from_numpy(array).view(dtype).view(shape).to(cache.device))
             offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

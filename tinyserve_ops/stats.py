@@ -14,7 +14,7 @@ import torch
 
 from tinyserve_ops.layer_pool import LayerPool
 
-__all__ = ["CacheStats", "SelectionStep", "StatsRecorder"]
+__all__ = ["CacheStats", "SelectionStep", "StatsRecorder", "hidden_by_window"]
 
 # Steps kept before they are summed: enough to make the sums cheap per step, few enough that the tensors kept
 # stay small.
@@ -106,7 +106,8 @@ class StatsRecorder:
         self._pending: list[
             tuple[LayerPool, tuple[int, ...], int, torch.Tensor | None, torch.Tensor | None]
         ] = []
-        self._sums: list[tuple[LayerPool, torch.Tensor, torch.Tensor | None]] = []
+        # Running sums on their device, by bytes per token: pages read, and tokens in them before a window.
+        self._sums: dict[tuple[int, torch.device], tuple[LayerPool, torch.Tensor, torch.Tensor]] = {}
         self._pages_read = 0
         self._last: list[Any] = [None] * self._num_layers
         self._before: list[Any] = [None] * self._num_layers
@@ -143,9 +144,17 @@ class StatsRecorder:
             self._fold()
 
     def add_counts(
-        self, *, pool: LayerPool, lengths: tuple[int, ...], window: int, pages_read: int | None
+        self,
+        *,
+        pool: LayerPool,
+        lengths: tuple[int, ...],
+        window: int,
+        pages_read: int | None,
+        tokens_hidden: int = 0,
     ) -> None:
-        """Steps in a graph: `lengths` of all rows and steps, and pages read in total (None: dense)."""
+        """Steps in a graph: `lengths` of all rows and steps, and pages read in total (None: dense), with the
+        tokens in them that lie before the window.
+        """
         visible = _count_visible(lengths, pool.page_size, window)
         heads = pool.num_kv_heads
         if pages_read is None:
@@ -155,16 +164,16 @@ class StatsRecorder:
             self.sparse_steps += len(lengths)
             self._count_scan(pool, visible)
             self._pages_read += pages_read
-            tokens = pages_read * pool.page_size - visible.missing_in_last * heads
+            tokens = pages_read * pool.page_size - visible.missing_in_last * heads - tokens_hidden
         self._count_tokens(pool, tokens)
 
     def summary(self, *, kv_bytes_held: int, kv_bytes_reserved: int, pool_growths: int) -> CacheStats:
         """The counters so far. Reads sums back from the device."""
         self._fold()
-        for pool, pages, masked in self._sums:
+        for pool, pages, hidden in self._sums.values():
             num_pages = int(pages)
             self._pages_read += num_pages
-            self._count_tokens(pool, num_pages * pool.page_size - (0 if masked is None else int(masked)))
+            self._count_tokens(pool, num_pages * pool.page_size - int(hidden))
         self._sums.clear()
         counts = self._counts
         return CacheStats(
@@ -187,7 +196,7 @@ class StatsRecorder:
     def _fold(self) -> None:
         """Turns pending steps into sums: host arithmetic for lengths, one device sum for the lists."""
         memo: dict[tuple[int, int, int], _Visible] = {}
-        lists: dict[tuple[int, torch.device], tuple[LayerPool, list[torch.Tensor]]] = {}
+        lists: dict[tuple[int, torch.device], tuple[LayerPool, list[torch.Tensor], list[torch.Tensor]]] = {}
         for pool, lengths, window, selected_pages, num_selected in self._pending:
             key = (id(lengths), pool.page_size, window)  # all layers of a step hand in the same tuple
             visible = memo.get(key)
@@ -198,15 +207,19 @@ class StatsRecorder:
                 continue
             self._count_scan(pool, visible)
             self._count_tokens(pool, -visible.missing_in_last * pool.num_kv_heads)
-            if selected_pages is not None:
-                masked = _masked_by_window(selected_pages, lengths, pool.page_size, window)
-                self._sums.append((pool, num_selected.sum(), masked))
-                continue
-            same = lists.setdefault((pool.kv_bytes_per_token, num_selected.device), (pool, []))
+            same = lists.setdefault((pool.kv_bytes_per_token, num_selected.device), (pool, [], []))
             same[1].append(num_selected.reshape(-1))
+            if selected_pages is not None:
+                positions = torch.tensor(lengths, device=selected_pages.device)
+                same[2].append(hidden_by_window(selected_pages, positions, pool.page_size, window))
         self._pending.clear()
-        for pool, tensors in lists.values():
-            self._sums.append((pool, torch.cat(tensors).sum(), None))
+        for kind, (pool, counts, masked) in lists.items():
+            pages = torch.cat(counts).sum()
+            hidden = torch.stack(masked).sum() if masked else torch.zeros_like(pages)
+            if kind in self._sums:
+                _, pages_before, hidden_before = self._sums[kind]
+                pages, hidden = pages + pages_before, hidden + hidden_before
+            self._sums[kind] = (pool, pages, hidden)
 
     def _count_scan(self, pool: LayerPool, visible: _Visible) -> None:
         self._counts["visible"] += visible.pages * pool.num_kv_heads
@@ -234,8 +247,14 @@ class StatsRecorder:
         for before, last in zip(self._before, self._last, strict=True):
             if before is None or last is None or before[0] != last[0]:
                 continue
-            current, previous = last[1], before[1]
-            reused = (current.unsqueeze(-1) == previous.unsqueeze(-2)).any(-1) & (current >= 0)
+            current, previous = last[1].to(torch.int64), before[1].to(torch.int64)
+            # One flag per page and head, linear in pages and lists; flag 0 is the padding's.
+            num_pages = 1 + int(max(current.max(), previous.max()))
+            was_read = torch.zeros(
+                (*previous.shape[:2], num_pages + 1), dtype=torch.bool, device=previous.device
+            )
+            was_read.scatter_(-1, previous + 1, True)
+            reused = was_read.gather(-1, current + 1) & (current >= 0)
             rates.append(reused.sum() / (current >= 0).sum())
         return float(torch.stack(rates).mean()) if rates else None
 
@@ -253,10 +272,18 @@ def _count_visible(lengths: tuple[int, ...], page_size: int, window: int) -> _Vi
     return _Visible(pages, sealed, tokens, missing)
 
 
-def _masked_by_window(
-    selected_pages: torch.Tensor, lengths: tuple[int, ...], page_size: int, window: int
+def hidden_by_window(
+    selected_pages: torch.Tensor, positions: torch.Tensor, page_size: int, window: int
 ) -> torch.Tensor:
-    """Tokens of selected pages that lie before the window: only the first visible page can hold any."""
-    first_tokens = torch.tensor([max(0, p - window + 1) for p in lengths], device=selected_pages.device)
+    """Tokens of selected pages that lie before the window: only the first visible page can hold any.
+
+    Args:
+        selected_pages: [rows, heads, width].
+        positions: [rows], of the tokens that the rows decode.
+
+    Returns:
+        Their sum over rows and heads; traceable.
+    """
+    first_tokens = (positions - (window - 1)).clamp(min=0)
     has_first_page = selected_pages[:, :, 0] == (first_tokens // page_size)[:, None]
     return ((first_tokens % page_size)[:, None] * has_first_page).sum()

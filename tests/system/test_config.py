@@ -85,6 +85,8 @@ def test_a_config_is_frozen():
         ({"keep_ratio": "half"}, TypeError, "keep_ratio"),
         ({"num_recent_pages": 0}, ValueError, "num_recent_pages"),
         ({"num_sink_pages": -1}, ValueError, "num_sink_pages"),
+        ({"num_sink_pages": 2**31}, ValueError, "num_sink_pages.*65536"),
+        ({"num_recent_pages": 2**40}, ValueError, "num_recent_pages.*65536"),
         ({"dense_layers": -1}, ValueError, "dense_layers"),
         ({"scorer": "best"}, ValueError, "scorer.*bounds"),
         ({"scorer": 3}, TypeError, "scorer"),
@@ -102,3 +104,15 @@ def test_a_bad_option_is_refused_by_name(options, error, name):
 def test_an_unknown_option_is_refused_by_name():
     with pytest.raises(ValueError, match="budget_tokens"):
         SparseConfig.from_dict({"budget_tokens": 5})
+
+
+def test_a_default_budget_stays_a_default_when_other_values_change():
+    config = SparseConfig().replace(page_size=64, num_recent_pages=40)
+    assert config == SparseConfig(page_size=64, num_recent_pages=40)
+    assert config.token_budget == 41 * 64
+    assert config.replace(page_size=16, num_recent_pages=2).token_budget == 2048
+    assert SparseConfig().to_dict()["token_budget"] is None
+    assert SparseConfig.from_json(config.to_json()).replace(num_recent_pages=1).token_budget == 2048
+    assert SparseConfig(token_budget=2048).to_dict()["token_budget"] == 2048
+    with pytest.raises(ValueError, match="token_budget"):
+        SparseConfig(token_budget=2048).replace(page_size=64, num_recent_pages=40)

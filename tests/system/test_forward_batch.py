@@ -242,3 +242,35 @@ def test_soft_capping_is_refused_by_name():
             1.0,
             softcap=30.0,
         )
+
+
+@pytest.mark.parametrize("token_budget", [2**20, 2**40])
+def test_a_budget_beyond_the_sequence_costs_no_more_than_the_sequence(token_budget):
+    config = SparseConfig(page_size=4, token_budget=token_budget, dense_layers=0, record_selection=True)
+    mirror = DenseMirror(new_cache(config=config))
+    seqs = [mirror.new(40), mirror.new(2)]
+    mirror.step([(seq, 1) for seq in seqs])
+    mirror.step([(seqs[1], 1)])
+    mirror.step([(seqs[0], 1), (seqs[1], 3)])
+    widths = [step.selected_pages[0].size(-1) for step in mirror.cache.selection_history()]
+    assert widths == [11, 3, 11]  # pages of the longest row, or the forced ones
+
+
+def test_reuse_of_lists_of_different_width_is_counted():
+    config = SparseConfig(page_size=4, token_budget=2**40, dense_layers=0)
+    mirror = DenseMirror(new_cache(config=config))
+    seqs = [mirror.new(19), mirror.new(6)]
+    for _ in range(2):
+        mirror.step([(seq, 1) for seq in seqs])
+    # The first row gains a page in the second step: 5 of its 6 were read before, and 2 of the other's 2.
+    assert mirror.cache.stats().reuse_rate == pytest.approx(7 / 8)
+
+
+def test_stats_keep_no_entry_per_step():
+    mirror = DenseMirror(new_cache(config=SparseConfig(page_size=4, token_budget=16, dense_layers=0)))
+    seq = mirror.new(5)
+    for _ in range(200):
+        mirror.step([(seq, 1)], window=7, check=False)
+    recorder = mirror.cache.recorder
+    assert len(recorder._sums) == 1
+    assert len(recorder._pending) < 256

@@ -216,7 +216,7 @@ def test_options_that_only_a_forward_shows_are_refused_by_name(llama: Any, name:
         cache = handle.new_cache()
         forward(llama, tokens(1, 5), cache)
         with pytest.raises(ValueError, match=f"{name}: expected None"):
-            forward(llama, tokens(1, 1), cache, **{name: torch.ones(4)})
+            forward(llama, tokens(1, 1), cache, **{name: 30.0 if name == "softcap" else torch.ones(4)})
         assert cache.stored_lengths() == [5]
 
 

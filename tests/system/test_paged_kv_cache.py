@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -423,3 +424,105 @@ def test_a_layer_group_that_does_not_exist_is_refused_by_name():
     for group in (-1, 1):
         with pytest.raises(ValueError, match="group: expected 0 to 0"):
             cache.page_ids(seq, group)
+
+
+def test_a_cache_and_its_pool_go_with_the_last_reference_even_with_a_forward_open():
+    gc.collect()
+    gc.disable()
+    try:
+        cache = new_cache()
+        pages = weakref.ref(cache.pool.layers[0].k_pages)
+        forward = cache.begin([(cache.new_sequence(), 3)])
+        del forward, cache
+        assert pages() is None
+    finally:
+        gc.enable()
+
+
+def test_a_forward_that_outlives_its_cache_raises_by_name():
+    cache = new_cache()
+    forward = cache.begin([(cache.new_sequence(), 1)])
+    del cache
+    assert not forward.is_open
+    with pytest.raises(RuntimeError, match=r"attend: .*cache is gone"):
+        forward.attend(0, *[torch.zeros(1, heads, HEAD_DIM) for heads in (4, 2, 2)], 1.0)
+    forward.abandon()
+    with pytest.raises(RuntimeError, match="commit: "):
+        forward.commit()
+
+
+def test_a_reset_that_meets_a_reserved_sequence_changes_nothing():
+    mirror = DenseMirror(new_cache())
+    cache = mirror.cache
+    seqs = [mirror.new(20), mirror.new(10)]
+    cache.pin(seqs[0])
+    with cache.reserve(seqs[1:], 20):
+        with pytest.raises(RuntimeError, match="reserved"):
+            cache.reset()
+        assert [cache.length(seq) for seq in seqs] == [20, 10]
+        cache.unpin(seqs[0])
+    mirror.assert_contents(seqs[0])
+    cache.reset()
+    assert [cache.length(seq) for seq in seqs] == [0, 0]
+
+
+def test_a_closed_cache_takes_no_sequences_and_no_forwards():
+    cache = new_cache()
+    seq = cache.new_sequence()
+    data = cache.export([seq])
+    cache.close()
+    cache.close()
+    for action in (
+        cache.new_sequence,
+        lambda: cache.begin([]),
+        lambda: cache.begin([(seq, 1)]),
+        lambda: cache.import_(data),
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            action()
+    assert used_pages(cache) == [0]
+
+
+def test_pages_that_come_after_a_pin_are_not_pinned():
+    mirror = DenseMirror(new_cache())
+    cache = mirror.cache
+    seq = mirror.new(20)
+    cache.pin(seq)
+    mirror.step([(seq, 30)])
+    mirror.crop(seq, 0)
+    assert used_pages(cache) == [2]
+    cache.unpin(seq)
+    assert used_pages(cache) == [0]
+
+
+def test_threads_that_share_a_pool_open_forwards_while_it_grows():
+    pool = PagePool(
+        NUM_LAYERS,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        config=SparseConfig(page_size=4),
+        dtype=torch.float32,
+        max_tokens=8,
+    )
+    errors = []
+
+    def work(seed):
+        mirror = DenseMirror(new_cache(pool=pool, config=SparseConfig(page_size=4)), seed=seed)
+        seq = mirror.cache.new_sequence()
+        for _ in range(60):
+            try:
+                mirror.cache.begin([(seq, 2)]).commit(allow_missing_layers=True)
+            except OutOfPagesError as error:
+                errors.append(error) if "another thread" not in str(error) else None
+            except RuntimeError as error:
+                errors.append(error)
+        mirror.cache.close()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert not pool._open_forwards
+    pool.check()

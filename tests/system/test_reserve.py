@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
 import torch._dynamo.testing
 from dense_mirror import HEAD_DIM, NUM_LAYERS, SM_SCALE, DenseMirror, new_cache
 
-from tinyserve_ops import OutOfPagesError, SparseConfig
+from tinyserve_ops import OutOfPagesError, SparseConfig, ops
 
 BUDGETS = {
     "tokens": SparseConfig(page_size=4, token_budget=16, dense_layers=1),
@@ -75,9 +76,10 @@ def test_reserved_steps_equal_ordinary_ones_bit_for_bit(budget, groups, window):
         "pages_scanned",
         "pages_read",
         "selection_engaged",
+        "tokens_attended",
+        "kv_bytes_read",
+        "summary_bytes_read",
     ]
-    if window < 0:
-        counted += ["tokens_attended", "kv_bytes_read", "summary_bytes_read"]
     assert {name: ours[name] for name in counted} == {name: theirs[name] for name in counted}
     cache.check()
 
@@ -214,3 +216,114 @@ def test_empty_sequences_can_be_reserved():
             reserved.attend(layer, torch.zeros(2, 4, HEAD_DIM), *[torch.ones(2, 2, HEAD_DIM)] * 2, 1.0)
         reserved.advance()
     assert [cache.length(seq) for seq in seqs] == [1, 1]
+
+
+@pytest.mark.parametrize("compile_step", [False, True])
+def test_a_released_step_raises_and_writes_nothing(compile_step):
+    mirror, _, seqs = two_caches(BUDGETS["tokens"])
+    cache = mirror.cache
+    reserved = cache.reserve(seqs, 40)
+    step = make_step(reserved)
+    if compile_step:
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        reserved.check_room()
+        step(inputs(mirror, 2))
+        reserved.release()
+        cache.free(seqs[0])
+        other = mirror.new(37)  # lives in pages that were reserved
+        before = cache.export([other, seqs[1]])
+        with pytest.raises(RuntimeError, match="released"):
+            step(inputs(mirror, 2))
+    with pytest.raises(RuntimeError, match=r"advance: .*released"):
+        reserved.advance()
+    assert cache.export([other, seqs[1]]) == before
+
+
+def overrun(mirror, seqs, max_tokens, num_steps):
+    reserved = mirror.cache.reserve(seqs, max_tokens)
+    for _ in range(num_steps):
+        make_step(reserved)(inputs(mirror, 2))
+    return reserved
+
+
+def test_steps_beyond_the_reserved_tokens_are_dropped_in_every_row_and_release_always_ends():
+    mirror, _, seqs = two_caches(BUDGETS["ratio"])
+    cache = mirror.cache
+    reserved = overrun(mirror, seqs, 17, 6)  # 14 + 6 tokens fill the last page
+    reserved.release()
+    assert [cache.length(seq) for seq in seqs] == [17, 6]
+    assert [cache.next_position(seq) for seq in seqs] == [17, 23]
+    cache.check()
+    mirror.step([(seq, 1) for seq in seqs], check=False)
+    cache.reset()
+    cache.free(seqs[0])
+    cache.check()
+
+
+def test_a_sync_complains_of_an_overrun_once_and_the_reservation_goes_on():
+    mirror, _, seqs = two_caches(BUDGETS["ratio"])
+    cache = mirror.cache
+    reserved = overrun(mirror, seqs, 17, 5)
+    with pytest.raises(RuntimeError, match=r"sync: expected at most 17 .*\[19, 8\].*check_room"):
+        reserved.sync()
+    assert reserved.seq_lens.tolist() == [17, 6]
+    assert reserved.next_positions.tolist() == [17, 23]
+    reserved.sync()
+    with pytest.raises(OutOfPagesError):
+        reserved.check_room()
+    reserved.release()
+    assert [cache.length(seq) for seq in seqs] == [17, 6]
+    cache.check()
+
+
+def test_closing_a_cache_ends_its_reservations():
+    mirror, other, seqs = two_caches(SparseConfig(page_size=4))
+    reserved = mirror.cache.reserve(seqs, 20)
+    mirror.cache.close()
+    with pytest.raises(RuntimeError, match="released"):
+        reserved.attend(0, *inputs(mirror, 2)[0], SM_SCALE)
+    reserved.release()
+    DenseMirror(other, tokens={seq: list(mirror.tokens[seq]) for seq in seqs}).assert_contents(seqs[0])
+    other.begin([(seqs[0], 10_000)]).abandon()  # the pool may grow again
+    other.check()
+
+
+def test_page_lists_of_a_reserved_step_are_no_wider_than_the_reserved_pages(monkeypatch):
+    widths = []
+    sparse_decode = ops.sparse_decode
+    monkeypatch.setattr(
+        ops, "sparse_decode", lambda *args: (widths.append(args[10]), sparse_decode(*args))[1]
+    )
+    mirror, _, seqs = two_caches(SparseConfig(page_size=4, token_budget=2**40, dense_layers=1))
+    with mirror.cache.reserve(seqs, 40) as reserved:
+        make_step(reserved)(inputs(mirror, 2))
+    assert widths == [10, 10]
+
+
+def test_a_pool_taken_for_a_reservation_does_not_grow_before_it_is_registered(monkeypatch):
+    mirror, other, seqs = two_caches(SparseConfig(page_size=4), max_tokens=64)
+    pool = mirror.cache.pool
+    seen = []
+
+    def grow_elsewhere():
+        try:
+            other.begin([(seqs[1], 10_000)])
+        except OutOfPagesError as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=grow_elsewhere)
+    reservation_opened = pool.reservation_opened
+
+    def opened(cache_id):
+        thread.start()
+        thread.join(0.2)  # waits for the lock
+        assert not seen
+        reservation_opened(cache_id)
+
+    monkeypatch.setattr(pool, "reservation_opened", opened)
+    reserved = mirror.cache.reserve(seqs, 20)
+    thread.join()
+    assert "compiled step" in seen[0]
+    reserved.release()

@@ -177,3 +177,13 @@ def test_an_import_that_does_not_fit_leaves_the_cache_as_it_was():
 def test_a_cache_is_not_pickled():
     with pytest.raises(TypeError, match="export"):
         pickle.dumps(new_cache())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_sequence_alone_comes_back_empty(dtype):
+    cache = new_cache(config=CONFIG, dtype=dtype)
+    data = cache.export([cache.new_sequence()])
+    (handle,) = cache.import_(data)
+    assert cache.length(handle) == 0
+    assert cache.export([handle]) == data
+    assert cache.import_(cache.export([])) == []

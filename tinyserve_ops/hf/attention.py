@@ -67,10 +67,45 @@ def attention_forward(
         )
     _check_options(module, query, dropout, kwargs)
     cache, layer_idx = link
-    window = -1 if sliding_window is None else sliding_window
+    attention_mask, window = _split_window(attention_mask, sliding_window)
     if isinstance(cache, PackedBatch):
         return cache.attend(layer_idx, query, key, value, attention_mask, scale, window), None
     return cache.attend(layer_idx, module, query, key, value, attention_mask, scale, window), None
+
+
+def _split_window(mask: torch.Tensor | None, told: int | None) -> tuple[torch.Tensor | None, int]:
+    """(key mask or 4D mask, window or -1) of a mask that may carry a window, as `attention_mask` returns it.
+
+    Under sdpa the mask alone decides, and some models tell the window to nobody else. A 4D mask has no place
+    for it, so it may not leave open what the attention call was told to hide.
+    """
+    if mask is not None and mask.dim() == 3:
+        return _without_window(mask), mask.size(1)
+    window = -1 if told is None else told
+    if mask is not None and mask.dim() == 4 and 0 < window < mask.size(3):
+        raise ValueError(
+            f"attention_mask: expected a two-dimensional one for {mask.size(3)} tokens and a sliding window "
+            f"of {window}, got a 4D mask"
+        )
+    return mask, window
+
+
+def _with_window(
+    mask: torch.Tensor | None, window: int | None, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """The key mask [batch, length; 0 for None], repeated `window` times without a copy: [batch, window,
+    length]. A shape is all that gets through `generate`, the model and a traced graph without fail.
+    """
+    if window is None:
+        return mask
+    if mask is None:
+        device = kwargs["cache_position"].device if "cache_position" in kwargs else kwargs.get("device")
+        mask = torch.empty(kwargs["batch_size"], 0, dtype=torch.bool, device=device)
+    return mask.unsqueeze(1).expand(-1, window, -1)
+
+
+def _without_window(mask: torch.Tensor) -> torch.Tensor | None:
+    return mask[:, 0] if mask.size(2) else None
 
 
 def _check_options(
@@ -114,8 +149,8 @@ def _warn_when_dense(query: torch.Tensor, key: torch.Tensor) -> None:
 
 
 def attention_mask(**kwargs: Any) -> torch.Tensor | None:
-    """The key mask bool [batch, length] or None for our caches; transformers' sdpa mask for everything
-    else.
+    """The key mask bool [batch, length] or None for our caches, with a window as in `_with_window`;
+    transformers' sdpa mask for everything else.
     """
     kv_offset = kwargs.get("kv_offset")
     if kv_offset not in (MASK_SENTINEL, MASK_SENTINEL_RESERVED):
@@ -126,7 +161,9 @@ def attention_mask(**kwargs: Any) -> torch.Tensor | None:
             "mask_function: expected a causal mask (with a sliding window or not), got one with an overlay "
             "(bidirectional blocks or packed documents), which a TinyServeCache doesn't support"
         )
-    mask = kwargs.get("attention_mask")
+    mask, window = kwargs.get("attention_mask"), kwargs.get("local_size")
+    if mask is not None and mask.dim() == 3:  # ours: `generate` makes the mask of a compiled step beforehand
+        mask = _without_window(mask)
     if kv_offset == MASK_SENTINEL_RESERVED and _num_queries(kwargs) == 1:
         # A reserved step takes its token as real and knows the padding; a mask that grows would only cause
         # recompilation.
@@ -134,8 +171,8 @@ def attention_mask(**kwargs: Any) -> torch.Tensor | None:
             raise ValueError(
                 "attention_mask: expected a real token in every row of a reserved step, got padding"
             )
-        return None
-    return mask
+        mask = None
+    return _with_window(mask, window, kwargs)
 
 
 def _num_queries(kwargs: dict[str, Any]) -> int:

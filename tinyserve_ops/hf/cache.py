@@ -24,6 +24,7 @@ from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.forward import ForwardBatch
 from tinyserve_ops.hf.layer import TinyServeLayer
+from tinyserve_ops.hf.link import LinkedCache
 from tinyserve_ops.hf.padding import PadRuns, new_tokens
 from tinyserve_ops.hf.support import (
     cache_argument,
@@ -43,12 +44,6 @@ ATTENTION_NAME = "tinyserve"
 # `kv_offset` values by which the mask function recognises our caches; real offsets are never negative.
 MASK_SENTINEL = -1
 MASK_SENTINEL_RESERVED = -2
-
-# A model that is not enabled would attend to the new keys alone, without any sign of it.
-NOT_ATTENDED = (
-    "cache: expected the enabled model it was made for, got one whose attention did not come back for the "
-    "keys of the layer before (another model, or one that is not enabled)"
-)
 
 # transformers renamed the argument of `Cache.crop` when it changed from a length (up to 5.16) to a number of
 # tokens to remove. Only the meaning of 0 depends on it; negative numbers always remove, positive ones always
@@ -70,7 +65,7 @@ class _Forward:
     last_layer: int
 
 
-class TinyServeCache(Cache):
+class TinyServeCache(LinkedCache):
     """Paged KV cache for `generate(past_key_values=...)`, `generate(cache=...)` and plain forwards of an
     enabled model.
 
@@ -100,8 +95,8 @@ class TinyServeCache(Cache):
         self._reserved: ReservedBatch | None = None
         self._reserved_length: torch.Tensor | None = None
         self._is_active = True  # the forward under way attends through us
-        self._handed_on = False  # `update` gave keys away that have not come back to `attend`
-        self._room_checked = False  # the coming step was counted by `step_inputs`
+        self._reserved_positions = 0  # padded positions of a row that holds the reserved tokens
+        self._step_counted = False  # the coming reserved step was, and has room
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
 
     # What transformers asks ---------------------------------------------------------------------------------
@@ -119,21 +114,14 @@ class TinyServeCache(Cache):
             ValueError: the calling model does not attend through this cache.
         """
         if layer_idx == 0:  # once a forward: a transformers config looks every attribute up the slow way
-            self._is_active = self.config._attn_implementation == ATTENTION_NAME
+            self._is_active = self._is_ours()
         if not self._is_active:
             return self._update_for_other_attention(key_states, value_states, layer_idx)
-        if layer_idx > 0 and self._handed_on:
-            raise ValueError(NOT_ATTENDED)
-        self._handed_on = True
-        link = (self, layer_idx)
-        if isinstance(
-            kwargs.get("kwargs"), dict
-        ):  # 5.24 and newer: the live keyword arguments of the attention call
-            kwargs["kwargs"]["tinyserve_link"] = link
-        else:
-            key_states = key_states.view_as(key_states)  # never leave a mark on a tensor of the caller
-            key_states._tinyserve_link = link  # type: ignore[attr-defined]
-        return key_states, value_states
+        return self._hand_on(key_states, layer_idx, kwargs), value_states
+
+    def _is_ours(self) -> bool:
+        """Whether the model attends through this cache, and not through "sdpa" or "eager"."""
+        return bool(self.config._attn_implementation == ATTENTION_NAME)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Padded length: an int, or a 0-d tensor while decoding is reserved."""
@@ -141,13 +129,25 @@ class TinyServeCache(Cache):
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[Any, int]:
         """(keys, offset); the offset is the sign by which our mask function knows this cache."""
-        if self._reserve_tokens is not None:  # constant, so that a traced step has nothing to guard on
-            return self._reserve_tokens, MASK_SENTINEL_RESERVED
-        length = self._pads.length + (query if isinstance(query, int) else query.shape[0])
-        return length, MASK_SENTINEL if self.config._attn_implementation == ATTENTION_NAME else 0
+        num_new = query if isinstance(query, int) else query.shape[0]
+        is_traced = torch.compiler.is_compiling()
+        # A traced step is one of ours; asking its config would put a guard into the graph.
+        if not is_traced and not self._is_ours():
+            self._sync()
+            return self._pads.length + num_new, 0
+        if self._reserved is not None:  # constant: nothing that grows from step to step
+            if num_new == 1 and not is_traced:
+                self._count_step()  # a step that generate() compiles passes no other eager place
+            return self._reserved_positions, MASK_SENTINEL_RESERVED
+        length = self._pads.length + num_new
+        if self._reserve_tokens is not None:
+            return max(self._reserve_tokens, length), MASK_SENTINEL_RESERVED
+        return length, MASK_SENTINEL
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The reserved length, or -1: unbounded (transformers 5.13 and newer)."""
+        """The reserved length in padded positions, or -1: unbounded (transformers 5.13 and newer)."""
+        if self._reserved is not None:
+            return self._reserved_positions
         return -1 if self._reserve_tokens is None else self._reserve_tokens
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
@@ -162,7 +162,7 @@ class TinyServeCache(Cache):
     @property
     def is_compileable(self) -> bool:
         """Whether decode steps may be compiled: after `reserve`."""
-        return self._reserve_tokens is not None
+        return self._reserve_tokens is not None and self._is_ours()
 
     @property
     def batch_size(self) -> int:
@@ -180,7 +180,7 @@ class TinyServeCache(Cache):
         """
         if tokens == 0 and not _CROP_ZERO_EMPTIES:
             return
-        self._suspend()
+        self._sync()
         self.crop_to(min(tokens, self._pads.length) if tokens >= 0 else max(0, self._pads.length + tokens))
 
     def crop_to(self, length: int) -> None:
@@ -189,18 +189,25 @@ class TinyServeCache(Cache):
         Raises:
             ValueError: `length` is negative or beyond the length.
         """
+        self._sync()
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= self._pads.length:
+            raise ValueError(f"length: expected 0 to {self._pads.length}, the padded length, got {length!r}")
         self._suspend()
-        if not 0 <= length <= self._pads.length:
-            raise ValueError(f"length: expected 0 to {self._pads.length}, the padded length, got {length}")
+        self._crop_rows(length)
+        self._resume()
+
+    def _crop_rows(self, length: int) -> None:
         if length < self._pads.length:
             for row, seq in enumerate(self._seqs):
                 self._paged().crop(seq, self._pads.num_stored(row, length))
             self._pads.crop(length)
-        self._resume()
 
     def reset(self) -> None:
         """Forgets everything and gives all pages back; the next forward may have another batch size."""
         self._suspend()
+        self._free_rows()
+
+    def _free_rows(self) -> None:
         for seq in self._seqs:
             self._paged().free(seq)
         self._seqs, self._pads = [], PadRuns(0)
@@ -210,11 +217,13 @@ class TinyServeCache(Cache):
         self._take_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows of `indices` (integers, or a bool per row)."""
+        """Keeps the rows of `indices` (integers, or a bool per row); without any, as `reset`."""
         self._take_rows((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, copy-on-write."""
+        if repeats < 1:
+            raise ValueError(f"repeats: expected at least 1, got {repeats}")
         self._take_rows([row for row in range(len(self._seqs)) for _ in range(repeats)])
 
     def _take_rows(self, rows: list[int]) -> None:
@@ -223,6 +232,9 @@ class TinyServeCache(Cache):
         bad = [row for row in rows if not 0 <= row < len(self._seqs)]
         if bad:
             raise ValueError(f"row index: expected 0 to {len(self._seqs) - 1}, got {bad[0]}")
+        if not rows:
+            self.reset()
+            return
         self._suspend()
         self._seqs = self._paged().reorder(self._seqs, rows)
         self._pads.take(rows)
@@ -251,6 +263,7 @@ class TinyServeCache(Cache):
         """Counters of the steps taken: see `tinyserve_ops.stats.CacheStats`. RuntimeError before the first
         forward.
         """
+        self._sync()
         return self.kv.stats()
 
     def dense(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,6 +304,8 @@ class TinyServeCache(Cache):
 
     def __del__(self) -> None:
         if self._on_delete is not None and self._kv is not None and not sys.is_finalizing():
+            if self._kv.sequences:  # none: the cycle collector has closed it already
+                self._suspend()
             self._on_delete(self._kv.stats())
 
     def __repr__(self) -> str:
@@ -306,13 +321,21 @@ class TinyServeCache(Cache):
         taken as real.
 
         Args:
-            max_tokens: stored tokens of every row in total, prompt included.
+            max_tokens: stored tokens of every row in total, prompt included, padding not.
+
+        Raises:
+            OutOfPagesError, ValueError: that much can't be reserved; everything is as before.
         """
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"max_tokens: expected a positive integer, got {max_tokens!r}")
         self._suspend()
-        self._reserve_tokens = max_tokens
-        self._resume()
+        previous, self._reserve_tokens = self._reserve_tokens, max_tokens
+        try:
+            self._resume()
+        except (ValueError, OutOfPagesError):
+            self._reserve_tokens = previous
+            self._resume()
+            raise
 
     def step_inputs(self, model: Any, tokens: torch.Tensor) -> dict[str, Any]:
         """Keyword arguments of a reserved step, for `compiled(**cache.step_inputs(model, tokens))`: nothing
@@ -330,9 +353,8 @@ class TinyServeCache(Cache):
             raise RuntimeError("step_inputs: expected reserved decoding (reserve, and a prefill), got none")
         if tuple(tokens.shape) != (len(self._seqs), 1):
             raise ValueError(f"tokens: expected shape {[len(self._seqs), 1]}, got {list(tokens.shape)}")
-        if not self._room_checked:
-            self._reserved.check_room()
-        self._room_checked = True
+        self._reserved.check_room()  # always: nothing but this call sees a replayed graph
+        self._step_counted = True
         inner = unwrap_model(model)
         values = {
             "input_ids": tokens,
@@ -354,19 +376,41 @@ class TinyServeCache(Cache):
     def _sync(self) -> None:
         """Reads the lengths of reserved steps back to the host."""
         if self._reserved is not None:
-            assert self._reserved_length is not None
-            self._reserved.sync()
-            self._pads.append(int(self._reserved_length) - self._pads.length, None)
+            try:
+                self._reserved.sync()
+            except RuntimeError:  # said once: steps were run without room, and their tokens are dropped
+                self._suspend()
+                self._resume()
+                raise
+            self._step_counted = False
+            self._take_lengths()
+
+    def _take_lengths(self) -> None:
+        """Counts the reserved steps that all rows took, as read back: a full row stops the batch."""
+        kv = self._paged()
+        before = [self._pads.num_stored(row) for row in range(len(self._seqs))]
+        num_new = min(kv.length(seq) - length for seq, length in zip(self._seqs, before, strict=True))
+        for seq, length in zip(self._seqs, before, strict=True):
+            if kv.length(seq) > length + num_new:
+                kv.crop(seq, length + num_new)
+        self._pads.append(num_new, None)
+
+    def _count_step(self) -> None:
+        """Makes sure, once for each reserved step, that it has room."""
+        if not self._step_counted and self._reserved is not None:
+            self._reserved.check_room()
+            self._step_counted = True
 
     def _suspend(self) -> None:
         """Makes the sequences ordinary again, as every change of rows or lengths needs; drops an unfinished
         forward.
         """
         self._abandon()
-        if self._reserved is not None:
-            self._sync()
-            self._reserved.release()
-            self._reserved, self._reserved_length, self._room_checked = None, None, False
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            self._reserved_length, self._step_counted = None, False
+            reserved.release()
+            self._take_lengths()
 
     def _resume(self) -> None:
         """Reserves again after `_suspend`, where reserved decoding was asked for and there is something to
@@ -374,6 +418,8 @@ class TinyServeCache(Cache):
         """
         if self._reserve_tokens is not None and self._seqs and self._pads.length:
             self._reserved = self._paged().reserve(self._seqs, self._reserve_tokens)
+            longest = max(self._pads.num_stored(row) for row in range(len(self._seqs)))
+            self._reserved_positions = self._reserve_tokens + self._pads.length - longest
             with torch.inference_mode(False):  # or it could not be advanced from normal mode
                 self._reserved_length = torch.tensor(self._pads.length, device=self._paged().device)
 
@@ -431,13 +477,12 @@ class TinyServeCache(Cache):
         reserved = self._reserved
         assert reserved is not None
         if layer_idx == 0 and not torch.compiler.is_compiling():
-            if not self._room_checked:
-                reserved.check_room()
-            self._room_checked = False
+            self._count_step()
         out = reserved.attend(layer_idx, query[:, :, 0], key[:, :, 0], value[:, :, 0], sm_scale, window)
         if layer_idx == self.num_layers - 1:
             reserved.advance()
             self._reserved_length.add_(1)  # type: ignore[union-attr]
+            self._step_counted = False  # written and never read while traced: nothing to guard on
         return out.unsqueeze(1)
 
     def _paged(self) -> PagedKVCache:
@@ -457,35 +502,53 @@ class TinyServeCache(Cache):
                 ..., : pads.length + num_new
             ]  # OPT of 4.57 makes it as wide as the reservation
         valid = new_tokens(attention_mask, pads, num_new)
-        if self._reserve_tokens is not None and pads.length + num_new > self._reserve_tokens:
+        index, counts = None, [num_new] * batch_size
+        if valid is not None:
+            index, counts = valid.flatten().nonzero().squeeze(1), valid.sum(dim=1).tolist()
+        longest = max((pads.num_stored(row) + count for row, count in enumerate(counts)), default=0)
+        if self._reserve_tokens is not None and longest > self._reserve_tokens:
             raise OutOfPagesError(
-                f"max_tokens: expected at most the {self._reserve_tokens} reserved tokens, "
-                f"got {pads.length + num_new}"
+                f"max_tokens: expected at most the {self._reserve_tokens} reserved tokens, got {longest}"
             )
         if self._kv is None:
             self._kv = self._new_pools(key)
         if fresh:
             self._seqs, self._pads = [self._kv.new_sequence() for _ in range(batch_size)], pads
-        index, counts = None, [num_new] * batch_size
-        if valid is not None:
-            index, counts = valid.flatten().nonzero().squeeze(1), valid.sum(dim=1).tolist()
         rows = [(seq, count) for seq, count in zip(self._seqs, counts, strict=True) if count]
-        batch = self._kv.begin(rows) if rows else None
+        try:
+            batch = self._kv.begin(rows) if rows else None
+        except (ValueError, OutOfPagesError):
+            if fresh:
+                self._free_rows()
+            raise
         self._forward = _Forward(num_new, valid, index, batch, -1)
         return self._forward
 
     def _commit(self, *, allow_missing_layers: bool = False) -> None:
         forward, self._forward = self._forward, None
         assert forward is not None
+        before = self._pads.length
         if forward.batch is not None:
             forward.batch.commit(allow_missing_layers=allow_missing_layers)
         self._pads.append(forward.num_new, forward.valid)
-        self._resume()
+        try:
+            self._resume()
+        except (ValueError, OutOfPagesError):  # not reserved: then this forward has not happened either
+            self._crop_rows(before)
+            self._drop_rows_of_a_failed_start()
+            raise
 
     def _abandon(self) -> None:
         forward, self._forward = self._forward, None
-        if forward is not None and forward.batch is not None:
-            forward.batch.abandon()
+        if forward is not None:
+            if forward.batch is not None:
+                forward.batch.abandon()
+            self._drop_rows_of_a_failed_start()
+
+    def _drop_rows_of_a_failed_start(self) -> None:
+        """A first forward that failed leaves nothing behind, not even its batch size."""
+        if not self._pads.length:
+            self._free_rows()
 
     def _check_model(self, module: torch.nn.Module | None, key: torch.Tensor) -> None:
         config = getattr(module, "config", self.config)

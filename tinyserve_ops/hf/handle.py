@@ -15,12 +15,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.hf.attention import register, reset_dense_warning
 from tinyserve_ops.hf.cache import ATTENTION_NAME, TinyServeCache
+from tinyserve_ops.hf.packed import PackedBatch
 from tinyserve_ops.hf.support import cache_argument, check_model, check_positions, max_positions, unwrap_model
 from tinyserve_ops.stats import CacheStats
 
@@ -49,7 +51,8 @@ class Handle:
         self._num_caches = 0
         self._last_cache: weakref.ref[TinyServeCache] | None = None
         self._last_stats: CacheStats | None = None
-        self._hook = model.register_forward_pre_hook(_check_forward, with_kwargs=True)
+        self._hook: RemovableHandle | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -152,8 +155,10 @@ def enable(model: Any, config: SparseConfig | None = None, **keywords: Any) -> H
         register()
         handle = Handle(inner, sparse)
         inner.set_attn_implementation(ATTENTION_NAME)
+        handle._hook = inner.register_forward_pre_hook(_check_forward, with_kwargs=True)
+        handle._finalizer = weakref.finalize(inner, _remove_hook_when_unused)
+        handle._finalizer.atexit = False
         _handles[inner] = handle
-        weakref.finalize(inner, _remove_hook_when_unused).atexit = False
         _install_hook()
     reset_dense_warning()
     return handle
@@ -175,7 +180,10 @@ def disable(model: Any) -> None:
 def _disable(model: PreTrainedModel, handle: Handle) -> None:
     with _lock:
         del _handles[model]
-        handle._hook.remove()
+        if handle._hook is not None:
+            handle._hook.remove()
+        if handle._finalizer is not None:
+            handle._finalizer.detach()
         # A model that was enabled, copied, and enabled again has our own name as its previous one.
         previous = handle._previous if handle._previous != ATTENTION_NAME else "sdpa"
         model.set_attn_implementation(previous)
@@ -211,6 +219,9 @@ def _prepare_cache(
     """In place of `GenerationMixin._prepare_cache_for_generation`: our cache for enabled models, everything
     else as before.
     """
+    original = _original_prepare  # another thread's disable() may take it away at any time
+    if original is None:
+        original = GenerationMixin._prepare_cache_for_generation
     handle = _handles.get(self)
     if handle is not None and self.config._attn_implementation == ATTENTION_NAME:
         mask = model_kwargs.get("attention_mask")
@@ -219,7 +230,7 @@ def _prepare_cache(
             and mask.dim() == 2
             and mask.size(1) > (max_positions(self.config) or mask.size(1))
         ):
-            check_positions(self.config, int(mask.sum(dim=1).max()))
+            check_positions(self.config, int(mask.sum(dim=1).max()), num_new=mask.size(1))
         name = cache_argument(self)
         if (
             model_kwargs.get(name) is None
@@ -228,7 +239,7 @@ def _prepare_cache(
         ):
             model_kwargs[name] = handle.new_cache()
             return None
-    return _original_prepare(self, generation_config, model_kwargs, *args, **kwargs)
+    return original(self, generation_config, model_kwargs, *args, **kwargs)
 
 
 # The check of positions -------------------------------------------------------------------------------------
@@ -247,6 +258,8 @@ def _check_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
         return
     num_new = tokens.shape[1]
     cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")
+    if isinstance(cache, PackedBatch):  # one row of many sequences, which its `inputs` has checked
+        return
     past = cache.get_seq_length() if isinstance(cache, Cache) else 0
     if isinstance(past, torch.Tensor) or past + num_new <= limit:
         return
@@ -257,15 +270,4 @@ def _check_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
         num_tokens = int(positions.max()) + 1
     else:
         num_tokens = past + num_new
-    if num_new > 1 or not _has_rotary_positions(module.config):
-        check_positions(module.config, num_tokens)
-
-
-def _has_rotary_positions(config: Any) -> bool:
-    """Rotary models may decode past their trained positions, as they do unpatched; a table of positions
-    simply ends.
-    """
-    return (
-        getattr(config, "rope_theta", None) is not None
-        or getattr(config, "rope_parameters", None) is not None
-    )
+    check_positions(module.config, num_tokens, num_new)

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.forward import ForwardBatch
-from tinyserve_ops.hf.cache import ATTENTION_NAME, MASK_SENTINEL, NOT_ATTENDED
+from tinyserve_ops.hf.cache import ATTENTION_NAME, MASK_SENTINEL
 from tinyserve_ops.hf.layer import TinyServeLayer
+from tinyserve_ops.hf.link import LinkedCache
 from tinyserve_ops.hf.support import (
     cache_argument,
     check_positions,
@@ -64,7 +64,7 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-class PackedBatch(Cache):
+class PackedBatch(LinkedCache):
     """One ragged forward after another over a `PagedKVCache`.
 
     Example::
@@ -98,7 +98,7 @@ class PackedBatch(Cache):
         if kv.fingerprint not in ("", expected):
             raise ValueError(f"kv: expected one made for {expected!r}, got one for {kv.fingerprint!r}")
         self.batch: ForwardBatch | None = None
-        self._handed_on = False  # `update` gave keys away that have not come back to `attend`
+        self._last = torch.empty(0, dtype=torch.int64)  # packed index of each row's last token
         self._cache_argument = cache_argument(inner)
         self._keeps_logits = takes_argument(inner, "logits_to_keep")
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
@@ -121,8 +121,9 @@ class PackedBatch(Cache):
         if not listed or any(not tokens for _, tokens in listed):
             raise ValueError("rows: expected at least one row, each with at least one token, got none")
         for seq, tokens in listed:
-            check_positions(self.config, self.kv.next_position(seq) + len(tokens))
+            check_positions(self.config, self.kv.next_position(seq) + len(tokens), num_new=len(tokens))
         self.batch = self.kv.begin([(seq, len(tokens)) for seq, tokens in listed])
+        self._last = self.batch.last_token_indices()
         device = self.batch.cu_query_lens.device
         values: dict[str, Any] = {
             "input_ids": torch.tensor([[t for _, tokens in listed for t in tokens]], device=device),
@@ -131,8 +132,7 @@ class PackedBatch(Cache):
             "use_cache": True,
         }
         if self._keeps_logits:
-            values["logits_to_keep"] = self.batch.last_token_indices()
-        self._last = self.batch.last_token_indices()
+            values["logits_to_keep"] = self._last
         return values
 
     @property
@@ -190,16 +190,7 @@ class PackedBatch(Cache):
             )
         if key_states.size(0) != 1:
             raise ValueError(f"batch size: expected 1 (all rows packed into one), got {key_states.size(0)}")
-        if layer_idx > 0 and self._handed_on:
-            raise ValueError(NOT_ATTENDED)
-        self._handed_on = True
-        link = (self, layer_idx)
-        if isinstance(kwargs.get("kwargs"), dict):
-            kwargs["kwargs"]["tinyserve_link"] = link
-        else:
-            key_states = key_states.view_as(key_states)
-            key_states._tinyserve_link = link  # type: ignore[attr-defined]
-        return key_states, value_states
+        return self._hand_on(key_states, layer_idx, kwargs), value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: position_ids are always given, and nothing before this forward is in this row."""

@@ -24,6 +24,7 @@ class PadRuns:
         self.runs: list[list[Run]] = (
             [list(r) for r in runs] if runs is not None else [[] for _ in range(batch_size)]
         )
+        self._known: tuple[torch.Tensor, torch.Tensor] | None = None  # see `_pads_and_edges`
 
     def __bool__(self) -> bool:
         """Whether any row holds padding."""
@@ -67,17 +68,18 @@ class PadRuns:
             runs[-1] = (runs[-1][0], stop)
         else:
             runs.append((start, stop))
+        self._known = None
 
     def crop(self, length: int) -> None:
         """Keeps the first `length` padded positions."""
-        self.length = length
+        self.length, self._known = length, None
         for row, runs in enumerate(self.runs):
             if runs and runs[-1][1] > length:
                 self.runs[row] = [(start, min(stop, length)) for start, stop in runs if start < length]
 
     def take(self, rows: Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was."""
-        self.runs = [list(self.runs[row]) for row in rows]
+        self.runs, self._known = [list(self.runs[row]) for row in rows], None
 
     def agrees_with(self, mask: torch.Tensor) -> bool:
         """Whether bool `mask` [batch, length] is False exactly on the pad runs."""
@@ -88,6 +90,26 @@ class PadRuns:
         return not any(
             bool(mask[row, start:stop].any()) for row, runs in enumerate(self.runs) for start, stop in runs
         )
+
+    def agrees_with_step(self, mask: torch.Tensor) -> bool:
+        """As `agrees_with`, for every decode step: counts the real tokens of each row and looks only at both
+        ends of every run, which is enough for a mask whose runs are where they were or moved as a whole.
+        """
+        num_pads, edges = self._pads_and_edges(mask.device)
+        if not torch.equal(mask.sum(dim=1), self.length - num_pads):
+            return False
+        return not bool(mask[edges[0], edges[1]].any())
+
+    def _pads_and_edges(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(padding of each row, int64 [batch]; row and position of the ends of all runs, int64 [2, ends]);
+        kept until a run changes.
+        """
+        if self._known is None or self._known[0].device != device:
+            num_pads = [sum(stop - start for start, stop in runs) for runs in self.runs]
+            ends = [(row, end) for row, runs in enumerate(self.runs) for a, b in runs for end in (a, b - 1)]
+            edges = torch.tensor(ends, dtype=torch.int64, device=device).reshape(-1, 2)
+            self._known = torch.tensor(num_pads, device=device), edges.T
+        return self._known
 
 
 def mask_from_4d(mask: torch.Tensor, past_length: int) -> torch.Tensor:
@@ -152,13 +174,9 @@ def new_tokens(mask: torch.Tensor | None, pads: PadRuns, num_new: int) -> torch.
         mask = mask_from_4d(mask, pads.length).expand(pads.batch_size, -1)
     mask = mask if mask.dtype == torch.bool else mask != 0
     _check_mask_shape(mask.shape, (pads.batch_size, pads.length + num_new))
-    if bool(mask.all()):
-        if pads:
-            raise _mask_disagrees(pads)
-        return None
-    if pads.length and not pads.agrees_with(mask[:, : pads.length]):
+    stored, new = mask[:, : pads.length], mask[:, pads.length :]
+    if pads.length and not (pads.agrees_with_step(stored) if num_new == 1 else pads.agrees_with(stored)):
         raise _mask_disagrees(pads)
-    new = mask[:, pads.length :]
     return None if bool(new.all()) else new
 
 

@@ -8,6 +8,7 @@ head masks, dropout.
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -49,9 +50,17 @@ def unwrap_model(model: Any) -> PreTrainedModel:
     return inner
 
 
+# Argument names of forwards: a signature takes far longer to read than a decode step may take.
+_arguments: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
 def takes_argument(model: Any, name: str) -> bool:
     """Whether a model's forward has this argument."""
-    return name in inspect.signature(model.forward).parameters
+    forward = getattr(model.forward, "__func__", model.forward)
+    names = _arguments.get(forward)
+    if names is None:
+        names = _arguments[forward] = frozenset(inspect.signature(forward).parameters)
+    return name in names
 
 
 def cache_argument(model: Any) -> str:
@@ -121,6 +130,11 @@ def _check_attention_options(model: PreTrainedModel, config: Any) -> None:
         raise ValueError("is_causal: expected True, got False (attention here is causal)")
     if value("alibi"):
         raise ValueError("alibi: expected False, got True (no position bias is added to attention logits)")
+    if value("keep_window_size"):
+        raise ValueError(
+            "keep_window_size: expected no mask that depends on the values, "
+            f"got one that keeps {value('keep_window_size')}"
+        )
     unknown = sorted({t for t in (value("layer_types") or ()) if t not in _SUPPORTED_LAYER_TYPES})
     if unknown:
         raise ValueError(f"layer_types: expected only {_SUPPORTED_LAYER_TYPES}, got {unknown}")
@@ -158,12 +172,22 @@ def max_positions(config: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def check_positions(config: Any, num_tokens: int) -> None:
-    """Raises ValueError when a prompt of `num_tokens` real tokens (earlier ones included) passes the model's
-    positions.
+def has_rotary_positions(config: Any) -> bool:
+    """Rotary models may decode past their trained positions, as they do unpatched; a table of positions
+    simply ends.
+    """
+    return (
+        getattr(config, "rope_theta", None) is not None
+        or getattr(config, "rope_parameters", None) is not None
+    )
+
+
+def check_positions(config: Any, num_tokens: int, num_new: int) -> None:
+    """Raises ValueError when `num_tokens` real tokens, the last `num_new` of them in this forward, pass the
+    model's positions (and this is not a step of a rotary model).
     """
     limit = max_positions(config)
-    if limit is not None and num_tokens > limit:
+    if limit is not None and num_tokens > limit and not (num_new == 1 and has_rotary_positions(config)):
         raise ValueError(
             f"max_position_embeddings: expected a prompt of at most {limit} tokens, the model's positions, "
             f"got {num_tokens}"
