@@ -43,7 +43,8 @@ class PagedKVCache:
             `config.max_kv_bytes`. Untouched pages cost no physical memory, only the allocator's records do:
             about 30 bytes a page, at once. Not needed with `pool`.
         layer_groups: layers that share one page table; default one group of all.
-        fingerprint: names the model; exports of one model are refused by a cache of another.
+        fingerprint: names the kind of model (weights are not looked at); an export is refused by a cache of
+            another fingerprint.
         pool: share this pool with other caches instead of making one.
 
     Raises:
