@@ -22,7 +22,31 @@ if TYPE_CHECKING:
     from tinyserve_ops.batch_tables import BatchState, BatchTables
     from tinyserve_ops.cache import PagedKVCache
 
-__all__ = ["ForwardBatch", "attend_decode"]
+__all__ = ["ForwardBatch", "append_tokens", "attend_decode"]
+
+
+def append_tokens(
+    pool: LayerPool,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+) -> None:
+    """Writes the packed new keys and values of one layer into its pool. Arguments as for `ops.append_kv`."""
+    ops.append_kv(
+        k,
+        v,
+        cu_query_lens,
+        seq_lens,
+        page_table,
+        pool.k_pages,
+        pool.v_pages,
+        pool.k_scales,
+        pool.v_scales,
+        pool.page_summary,
+        pool.scorer,
+    )
 
 
 def attend_decode(
@@ -258,19 +282,7 @@ class ForwardBatch:
         group = self._group_of[layer_idx]
         tables = self._state.tables[group]
         pool = self._layers[layer_idx]
-        ops.append_kv(
-            k,
-            v,
-            self.cu_query_lens,
-            tables.seq_lens,
-            tables.page_table,
-            pool.k_pages,
-            pool.v_pages,
-            pool.k_scales,
-            pool.v_scales,
-            pool.page_summary,
-            pool.scorer,
-        )
+        append_tokens(pool, k, v, self.cu_query_lens, tables.seq_lens, tables.page_table)
         parts = self._parts
         out: torch.Tensor | None = None
         for part, is_decode in parts:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinyserve_ops import ops
 from tinyserve_ops.batch_tables import BatchTables
 from tinyserve_ops.errors import OutOfPagesError
-from tinyserve_ops.forward import attend_decode
+from tinyserve_ops.forward import append_tokens, attend_decode
 from tinyserve_ops.stats import hidden_by_window
 
 if TYPE_CHECKING:
@@ -115,19 +114,7 @@ class ReservedBatch:
         self._check_live("attend")
         pool = self._layers[layer_idx]
         page_table = self._page_tables[layer_idx]
-        ops.append_kv(
-            k,
-            v,
-            self.cu_query_lens,
-            self.seq_lens,
-            page_table,
-            pool.k_pages,
-            pool.v_pages,
-            pool.k_scales,
-            pool.v_scales,
-            pool.page_summary,
-            pool.scorer,
-        )
+        append_tokens(pool, k, v, self.cu_query_lens, self.seq_lens, page_table)
         rows = (self.seq_lens, page_table, self.page_budget, self._max_page_budget)
         sparse = layer_idx >= self._config.dense_layers
         self._windows[layer_idx] = window

@@ -121,11 +121,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_decode(
     int64_t num_sink_pages, int64_t num_recent_pages, int64_t window, double softcap) {
   const KvPools pools = check_pools(k_pages, v_pages, k_scales, v_scales);
   Attention attention = check_attention(q, pools, sm_scale, softcap);
-  check_scorer_for(scorer, pools.k.type);
   Tensor keep_q;
-  core::ScorePagesParams scoring =
-      check_score_pages(q, keep_q, pools.num_kv_heads, pools.page_size, scorer, group_reduction, sm_scale,
-                        page_summary, pools.num_pages);
+  core::ScorePagesParams scoring = check_score_pages(q, keep_q, pools.num_kv_heads, pools.page_size,
+                                                     check_scorer_for(scorer, pools.k.type), group_reduction,
+                                                     sm_scale, page_summary, pools.num_pages);
   const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, q.size(0), pools.page_size, window,
                                   pools.num_pages);
   const int32_t* budgets =

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/limits.h"
+#include "torch/element_type.h"
 
 namespace tinyserve {
 namespace {
@@ -92,18 +93,10 @@ const int32_t* check_int32(const Tensor& tensor, const char* name, int64_t dim, 
 
 core::ElementType check_element_type(const Tensor& tensor, const char* name) {
   check_cpu(tensor, name);
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return core::ElementType::kFloat32;
-    case ScalarType::Half:
-      return core::ElementType::kFloat16;
-    case ScalarType::BFloat16:
-      return core::ElementType::kBFloat16;
-    default:
-      TINYSERVE_CHECK(false, name, ": expected dtype float32, float16 or bfloat16, got ",
-                      dtype_name(tensor.scalar_type()));
-  }
-  return core::ElementType::kFloat32;
+  const std::optional<core::ElementType> type = element_type_of(tensor.scalar_type());
+  TINYSERVE_CHECK(type.has_value(), name, ": expected dtype float32, float16 or bfloat16, got ",
+                  dtype_name(tensor.scalar_type()));
+  return *type;
 }
 
 core::PackedView check_packed(const Tensor& tensor, const char* name, Tensor& keep) {

@@ -1,6 +1,7 @@
 // CUDA implementations of the operators, in a library file of their own (_ops_cuda.so): loaded only where
 // torch itself was built for CUDA. Kernels run on torch's current stream of the tensors' device.
 
+#include <optional>
 #include <tuple>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -11,6 +12,7 @@
 
 #include "core/limits.h"
 #include "cuda/merge_states.h"
+#include "torch/element_type.h"
 
 namespace tinyserve {
 namespace {
@@ -24,22 +26,10 @@ cudaStream_t current_stream(const Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
-core::ElementType element_type(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return core::ElementType::kFloat32;
-    case ScalarType::Half:
-      return core::ElementType::kFloat16;
-    case ScalarType::BFloat16:
-      return core::ElementType::kBFloat16;
-    default:
-      STD_TORCH_CHECK(false, "tinyserve: outs: expected dtype float32, float16 or bfloat16, got another");
-  }
-  return core::ElementType::kFloat32;
-}
-
 std::tuple<Tensor, Tensor> merge_states(Tensor outs, Tensor lses) {
-  const core::ElementType type = element_type(outs);
+  const std::optional<core::ElementType> type = element_type_of(outs.scalar_type());
+  STD_TORCH_CHECK(type.has_value(),
+                  "tinyserve: outs: expected dtype float32, float16 or bfloat16, got another");
   STD_TORCH_CHECK(
       outs.dim() == 4 && outs.size(3) >= core::kMinHeadDim && outs.size(3) <= core::kMaxHeadDim,
       "tinyserve: outs: expected shape [num_states, num_tokens, num_heads, head_dim] with head_dim from ",
@@ -58,7 +48,7 @@ std::tuple<Tensor, Tensor> merge_states(Tensor outs, Tensor lses) {
   const cudaError_t error =
       cuda::merge_states({.outs = dense_outs.const_data_ptr(),
                           .lses = static_cast<const float*>(dense_lses.const_data_ptr()),
-                          .type = type,
+                          .type = *type,
                           .num_states = outs.size(0),
                           .num_rows_heads = outs.size(1) * outs.size(2),
                           .head_dim = outs.size(3),

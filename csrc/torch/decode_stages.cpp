@@ -26,10 +26,9 @@ constexpr int64_t grain_of(int64_t pages_per_thread, int64_t pages_per_item) {
 }  // namespace
 
 core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_t num_kv_heads,
-                                         int64_t page_size, const std::string& scorer_name,
+                                         int64_t page_size, const core::Scorer* scorer,
                                          const std::string& group_reduction, double sm_scale,
                                          const Tensor& page_summary, int64_t num_pages) {
-  const core::Scorer* scorer = check_scorer(scorer_name);
   const std::optional<core::GroupReduction> reduction = core::find_group_reduction(group_reduction);
   TINYSERVE_CHECK(reduction.has_value(), "group_reduction: expected 'mean' or 'max', got '", group_reduction,
                   "'");

@@ -20,7 +20,7 @@ void run_select_pages(const core::SelectPagesParams& params, const Batch& batch)
 void run_attend_pages(core::AttendPagesParams params, const Batch& batch, int64_t max_list_pages);
 
 core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_t num_kv_heads,
-                                         int64_t page_size, const std::string& scorer_name,
+                                         int64_t page_size, const core::Scorer* scorer,
                                          const std::string& group_reduction, double sm_scale,
                                          const Tensor& page_summary, int64_t num_pages);
 

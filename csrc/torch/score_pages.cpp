@@ -18,8 +18,8 @@ Tensor score_pages(Tensor q, Tensor cu_query_lens, Tensor seq_lens, Tensor page_
   const int64_t num_kv_heads = page_summary.size(1);
   Tensor keep_q;
   core::ScorePagesParams params =
-      check_score_pages(q, keep_q, num_kv_heads, page_size, scorer, group_reduction, sm_scale, page_summary,
-                        page_summary.size(0));
+      check_score_pages(q, keep_q, num_kv_heads, page_size, check_scorer(scorer), group_reduction, sm_scale,
+                        page_summary, page_summary.size(0));
   const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, q.size(0), page_size, window,
                                   page_summary.size(0));
   Tensor page_scores = empty_cpu({q.size(0), num_kv_heads, batch.max_pages}, ScalarType::Float);

@@ -38,6 +38,14 @@ def forward(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def reserved(model: Any, handle: Any, max_tokens: int) -> tuple[Any, Any]:
+    """A cache with a prompt of 20 tokens and room for `max_tokens`, and the model's compiled step."""
+    cache = handle.new_cache()
+    cache.reserve(max_tokens)
+    forward(model, cache, tokens(1, 20))
+    return cache, torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
 def test_a_first_forward_that_runs_out_of_pages_leaves_no_batch_size_behind(model: LlamaForCausalLM) -> None:
     with tinyserve_ops.enable(model, max_kv_bytes=12 * PAGE_BYTES) as handle:
         cache = handle.new_cache(max_tokens=64)
@@ -87,10 +95,7 @@ def test_a_prefill_whose_reservation_finds_no_pages_has_not_happened(model: Llam
 def test_compiled_steps_are_counted_and_the_one_without_room_is_refused(model: LlamaForCausalLM) -> None:
     torch._dynamo.reset()
     with tinyserve_ops.enable(model) as handle, torch.no_grad():
-        cache = handle.new_cache()
-        cache.reserve(22)
-        forward(model, cache, tokens(1, 20))
-        step = torch.compile(model, backend="aot_eager", fullgraph=True)
+        cache, step = reserved(model, handle, 22)
         for _ in range(2):
             step(**cache.step_inputs(model, tokens(1, 1)))
         with pytest.raises(OutOfPagesError, match="max_tokens"):
@@ -104,10 +109,7 @@ def test_compiled_steps_are_counted_and_the_one_without_room_is_refused(model: L
 def test_steps_run_past_the_reservation_are_dropped_and_the_cache_goes_on(model: LlamaForCausalLM) -> None:
     torch._dynamo.reset()
     with tinyserve_ops.enable(model) as handle, torch.no_grad():
-        cache = handle.new_cache()
-        cache.reserve(22)
-        forward(model, cache, tokens(1, 20))
-        step = torch.compile(model, backend="aot_eager", fullgraph=True)
+        cache, step = reserved(model, handle, 22)
         inputs = cache.step_inputs(model, tokens(1, 1))
         for _ in range(6):
             step(**inputs)
@@ -219,10 +221,7 @@ def test_steps_that_generate_compiles_stop_where_the_reservation_ends(model: Lla
 def test_compiled_and_eager_steps_take_turns_up_to_the_last_reserved_token(model: LlamaForCausalLM) -> None:
     torch._dynamo.reset()
     with tinyserve_ops.enable(model) as handle, torch.no_grad():
-        cache = handle.new_cache()
-        cache.reserve(24)
-        forward(model, cache, tokens(1, 20))
-        step = torch.compile(model, backend="aot_eager", fullgraph=True)
+        cache, step = reserved(model, handle, 24)
         for _ in range(2):
             step(**cache.step_inputs(model, tokens(1, 1)))
             forward(model, cache, tokens(1, 1))

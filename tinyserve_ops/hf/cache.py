@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from tinyserve_ops import ops
 from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
-from tinyserve_ops.forward import ForwardBatch
+from tinyserve_ops.forward import ForwardBatch, append_tokens
 from tinyserve_ops.hf.layer import TinyServeLayer
 from tinyserve_ops.hf.link import LinkedCache
 from tinyserve_ops.hf.padding import PadRuns, new_tokens
@@ -362,9 +361,8 @@ class TinyServeCache(LinkedCache):
             cache_argument(inner): self,
             "use_cache": True,
         }
-        if takes_argument(
-            inner, "cache_position"
-        ):  # without it these versions make a tensor of a traced length
+        if takes_argument(inner, "cache_position"):
+            # Without it these versions make a tensor of a traced length.
             values["cache_position"] = self._reserved_length.unsqueeze(0).clone()
         return values
 
@@ -449,10 +447,7 @@ class TinyServeCache(LinkedCache):
         self._handed_on = False
         if self._reserved is not None and query.size(2) == 1:
             return self._attend_reserved(layer_idx, query, key, value, sm_scale, window)
-        forward = self._forward
-        if forward is None or layer_idx <= forward.last_layer or forward.num_new != key.size(2):
-            forward = self._begin(module, key, attention_mask)
-        forward.last_layer = layer_idx
+        forward = self._forward_at(layer_idx, module, key, attention_mask)
         batch_size, num_heads, num_new, _ = query.shape
         if forward.batch is None:
             out = query.new_zeros(batch_size * num_new, num_heads, value.size(3))
@@ -489,6 +484,20 @@ class TinyServeCache(LinkedCache):
         assert self._kv is not None
         return self._kv
 
+    def _forward_at(
+        self,
+        layer_idx: int,
+        module: torch.nn.Module | None,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> _Forward:
+        """The forward under way, or a new one where this layer can't be its next."""
+        forward = self._forward
+        if forward is None or layer_idx <= forward.last_layer or forward.num_new != key.size(2):
+            forward = self._begin(module, key, attention_mask)
+        forward.last_layer = layer_idx
+        return forward
+
     def _begin(
         self, module: torch.nn.Module | None, key: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> _Forward:
@@ -498,9 +507,8 @@ class TinyServeCache(LinkedCache):
         fresh = not self._seqs
         pads = PadRuns(batch_size) if fresh else self._pads
         if self._reserve_tokens is not None and attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = attention_mask[
-                ..., : pads.length + num_new
-            ]  # OPT of 4.57 makes it as wide as the reservation
+            # OPT of 4.57 makes it as wide as the reservation.
+            attention_mask = attention_mask[..., : pads.length + num_new]
         valid = new_tokens(attention_mask, pads, num_new)
         index, counts = None, [num_new] * batch_size
         if valid is not None:
@@ -587,27 +595,13 @@ class TinyServeCache(LinkedCache):
     def _update_for_other_attention(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        forward = self._forward
-        if forward is None or layer_idx <= forward.last_layer or forward.num_new != key.size(2):
-            forward = self._begin(None, key, None if not self._pads else self._all_real(key))
-        forward.last_layer = layer_idx
+        forward = self._forward_at(layer_idx, None, key, self._all_real(key) if self._pads else None)
         batch = forward.batch
         assert batch is not None
         past = self.dense(layer_idx)
         pool = self.kv.pool.layers[layer_idx]
-        ops.append_kv(
-            _pack(key, None),
-            _pack(value, None),
-            batch.cu_query_lens,
-            batch.seq_lens(),
-            batch.page_table(),
-            pool.k_pages,
-            pool.v_pages,
-            pool.k_scales,
-            pool.v_scales,
-            pool.page_summary,
-            pool.scorer,
-        )
+        packed = (_pack(key, None), _pack(value, None))
+        append_tokens(pool, *packed, batch.cu_query_lens, batch.seq_lens(), batch.page_table())
         if layer_idx == self.num_layers - 1:
             self._commit(allow_missing_layers=True)  # attended elsewhere
         return torch.cat([past[0].to(key.dtype), key], dim=2), torch.cat(
