@@ -1,4 +1,5 @@
-// Element types a tensor may carry into a kernel (conversions: cpu/simd.h).
+// Element types a tensor may carry into a kernel (conversions: cpu/simd.h). int8 is for K and V pages only,
+// with one scale per token and head (core/page_pool_view.h).
 // fp16 and bf16 are carried as their bits, so that no compiler support for either is needed.
 #pragma once
 
@@ -7,7 +8,7 @@
 
 namespace tinyserve::core {
 
-enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16 };
+enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16, kInt8 };
 
 struct Half {
   uint16_t bits;
@@ -16,6 +17,17 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-constexpr int64_t element_size(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
+constexpr int64_t element_size(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return 4;
+    case ElementType::kInt8:
+      return 1;
+    case ElementType::kFloat16:
+    case ElementType::kBFloat16:
+      break;
+  }
+  return 2;
+}
 
 }  // namespace tinyserve::core

@@ -35,7 +35,7 @@ struct Scorer {
   ElementType full_type;
 
   constexpr int64_t code_bytes() const { return quantised ? 1 : element_size(full_type); }
-  constexpr int64_t summary_bytes(int64_t head_dim) const {
+  constexpr int64_t summary_bytes(int64_t head_dim, [[maybe_unused]] int64_t page_size) const {
     const int64_t bytes = (quantised ? kSummaryHeaderBytes : 0) + num_vectors * head_dim * code_bytes();
     return (bytes + kSummaryAlignment - 1) / kSummaryAlignment * kSummaryAlignment;
   }

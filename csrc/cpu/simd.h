@@ -37,6 +37,7 @@ inline uint32_t float_to_bits(float x) {
 // --- scalar conversions, exact; to 16 bits they round to nearest even ------------------------------
 
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return static_cast<float>(x); }
 inline float to_float(core::BFloat16 x) { return bits_to_float(static_cast<uint32_t>(x.bits) << 16); }
 inline float to_float(core::Half x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000U) << 16;
@@ -154,17 +155,26 @@ inline F32x8 exp_nonpositive(F32x8 x) {
 
 inline float exp_nonpositive(float x) { return exp_nonpositive(splat(x))[0]; }
 
-// Calls f with a null pointer of the element type, so that it can be a template on that type.
+// Calls f with a null pointer of the element type, so that it can be a template on that type. Queries,
+// results and new keys are floating point; pages may be int8 too.
 template <typename F>
 inline void dispatch_element(core::ElementType type, const F& f) {
   switch (type) {
-    case core::ElementType::kFloat32:
-      return f(static_cast<float*>(nullptr));
     case core::ElementType::kFloat16:
       return f(static_cast<core::Half*>(nullptr));
     case core::ElementType::kBFloat16:
       return f(static_cast<core::BFloat16*>(nullptr));
+    case core::ElementType::kFloat32:
+    case core::ElementType::kInt8:
+      break;
   }
+  return f(static_cast<float*>(nullptr));
+}
+
+template <typename F>
+inline void dispatch_page_element(core::ElementType type, const F& f) {
+  if (type == core::ElementType::kInt8) return f(static_cast<int8_t*>(nullptr));
+  dispatch_element(type, f);
 }
 
 template <typename T>

@@ -3,30 +3,24 @@
 // summary's type, so that no infinity meets a zero in the score.
 #pragma once
 
-#include <type_traits>
-
 #include "core/limits.h"
 #include "core/page_pool_view.h"
 #include "core/scorer.h"
+#include "cpu/page_keys.h"
 #include "cpu/simd.h"
 
 namespace tinyserve::cpu::TINYSERVE_TARGET {
 namespace {
 
-inline float clamp_magnitude(float x, float largest) {
+inline float clamp_to_finite(float x, float largest) {
+  if (x != x) return 0.0F;
   return x > largest ? largest : (x < -largest ? -largest : x);
 }
 
 inline float largest_finite(const core::Scorer& scorer) {
   if (scorer.quantised) return 3.40282347e+38F;
-  switch (scorer.full_type) {
-    case core::ElementType::kFloat16:
-      return 65504.0F;
-    case core::ElementType::kBFloat16:
-      return 3.38953139e+38F;
-    case core::ElementType::kFloat32:
-      break;
-  }
+  if (scorer.full_type == core::ElementType::kFloat16) return 65504.0F;
+  if (scorer.full_type == core::ElementType::kBFloat16) return 3.38953139e+38F;
   return 3.40282347e+38F;
 }
 
@@ -58,38 +52,39 @@ inline int8_t encode(float value, float scale, core::PageStatistic statistic) {
   return static_cast<int8_t>(code);
 }
 
-template <typename T>
-inline float page_statistic(const T* channel, int64_t token_stride, int64_t page_size,
+// One statistic of eight channels over the tokens. keys: the first of the channels, [page_size, head_dim].
+inline F32x8 page_statistic(const float* keys, int64_t page_size, int64_t head_dim,
                             core::PageStatistic statistic) {
   if (statistic == core::PageStatistic::kMax || statistic == core::PageStatistic::kMin) {
-    const bool is_max = statistic == core::PageStatistic::kMax;
-    float extreme = 0.0F;
-    bool found = false;
+    const F32x8 sign = splat(statistic == core::PageStatistic::kMax ? 1.0F : -1.0F);
+    F32x8 extreme = splat(__builtin_nanf(""));
     for (int64_t t = 0; t < page_size; ++t) {
-      const float x = to_float(channel[t * token_stride]);
-      if (x != x) continue;
-      if (!found || (is_max ? x > extreme : x < extreme)) extreme = x;
-      found = true;
+      const F32x8 x = sign * load(keys + t * head_dim);
+      extreme = select((x > extreme) | (extreme != extreme), x, extreme);
     }
-    return extreme;
+    return sign * extreme;
   }
-  float sum = 0.0F;
-  for (int64_t t = 0; t < page_size; ++t) sum += to_float(channel[t * token_stride]);
-  const float mean = sum / static_cast<float>(page_size);
+  const F32x8 count = splat(static_cast<float>(page_size));
+  F32x8 sum = splat(0.0F);
+  for (int64_t t = 0; t < page_size; ++t) sum += load(keys + t * head_dim);
+  const F32x8 mean = sum / count;
   if (statistic == core::PageStatistic::kMean) return mean;
-  float squares = 0.0F;
+  F32x8 squares = splat(0.0F);
   for (int64_t t = 0; t < page_size; ++t) {
-    const float centred = to_float(channel[t * token_stride]) - mean;
+    const F32x8 centred = load(keys + t * head_dim) - mean;
     squares += centred * centred;
   }
-  return __builtin_sqrtf(squares / static_cast<float>(page_size));
+  const F32x8 variance = squares / count;
+  F32x8 deviation;
+  for (int i = 0; i < kLanes; ++i) deviation[i] = __builtin_sqrtf(variance[i]);
+  return deviation;
 }
 
-template <typename T>
-inline void summarise_page_of(const T* keys, int64_t token_stride, int64_t channel_stride, int64_t page_size,
-                              int64_t head_dim, const core::Scorer& scorer, uint8_t* summary) {
+// keys: [page_size, head_dim] of a full page, fp32; summary: one row of scorer.summary_bytes().
+inline void summarise(const float* keys, int64_t page_size, int64_t head_dim, const core::Scorer& scorer,
+                      uint8_t* summary) {
   float values[core::kMaxHeadDim];
-  const int64_t row_bytes = scorer.summary_bytes(head_dim);
+  const int64_t row_bytes = scorer.summary_bytes(head_dim, page_size);
   const int64_t header_bytes = scorer.quantised ? core::kSummaryHeaderBytes : 0;
   const int64_t used_bytes = header_bytes + scorer.num_vectors * head_dim * scorer.code_bytes();
   const float largest = largest_finite(scorer);
@@ -98,9 +93,11 @@ inline void summarise_page_of(const T* keys, int64_t token_stride, int64_t chann
   for (int v = 0; v < scorer.num_vectors; ++v) {
     const core::PageStatistic statistic = scorer.vectors[v].statistic;
     float amax = 0.0F;
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      store(values + d, page_statistic(keys + d, page_size, head_dim, statistic));
+    }
     for (int64_t d = 0; d < head_dim; ++d) {
-      values[d] = clamp_magnitude(
-          page_statistic(keys + d * channel_stride, token_stride, page_size, statistic), largest);
+      values[d] = clamp_to_finite(values[d], largest);
       const float magnitude = __builtin_fabsf(values[d]);
       if (magnitude > amax) amax = magnitude;
     }
@@ -122,11 +119,9 @@ inline void summarise_page_of(const T* keys, int64_t token_stride, int64_t chann
 
 inline void summarise_page(const core::PagePoolView& pool, int64_t page_id, int64_t head, int64_t page_size,
                            int64_t head_dim, const core::Scorer& scorer, uint8_t* summary) {
-  dispatch_element(pool.type, [&](auto* tag) {
-    using T = std::remove_pointer_t<decltype(tag)>;
-    summarise_page_of<T>(pool.page<T>(page_id, head), pool.token_stride, pool.channel_stride, page_size,
-                         head_dim, scorer, summary);
-  });
+  alignas(64) float keys[core::kMaxPageSize * core::kMaxHeadDim];
+  load_page_keys(pool, page_id, head, page_size, head_dim, keys);
+  summarise(keys, page_size, head_dim, scorer, summary);
 }
 
 }  // namespace

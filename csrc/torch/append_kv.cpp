@@ -53,8 +53,8 @@ void append_kv(Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor
   check_same_shape(v, "v", k, "k");
   if (page_summary.has_value()) {
     params.scorer = check_scorer_for(scorer_name, pools.k.type);
-    params.page_summary =
-        check_summary(*page_summary, *params.scorer, pools.num_pages, pools.num_kv_heads, pools.head_dim);
+    params.page_summary = check_summary(*page_summary, *params.scorer, pools.num_pages, pools.num_kv_heads,
+                                        pools.head_dim, pools.page_size);
   }
   // A window of 1: only the pages that receive tokens are checked, not the whole history.
   const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, k.size(0), pools.page_size,
@@ -75,7 +75,8 @@ void seal_pages(Tensor page_ids, Tensor k_pages, std::optional<Tensor> k_scales,
       .head_dim = k_pages.size(3),
       .page_size = k_pages.size(2),
       .k_pages = pool,
-      .page_summary = check_summary(page_summary, *scorer, pool.num_pages, k_pages.size(1), k_pages.size(3)),
+      .page_summary = check_summary(page_summary, *scorer, pool.num_pages, k_pages.size(1), k_pages.size(3),
+                                    k_pages.size(2)),
       .scorer = scorer};
   run(cpu::kernels().seal_pages, params, page_ids.size(0) * params.num_kv_heads, /*grain=*/8);
 }

@@ -184,14 +184,15 @@ const core::Scorer* check_scorer_for(const std::string& name, core::ElementType 
 }
 
 core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scorer& scorer, int64_t num_pages,
-                                    int64_t num_kv_heads, int64_t head_dim) {
+                                    int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
   check_cpu(page_summary, "page_summary");
   TINYSERVE_CHECK(page_summary.scalar_type() == ScalarType::Byte, "page_summary: expected dtype uint8, got ",
                   dtype_name(page_summary.scalar_type()));
   check_dim(page_summary, "page_summary", 3, "[num_pages, num_kv_heads, summary_bytes]");
   if (num_pages >= 0) check_size(page_summary, "page_summary", 0, num_pages, "num_pages");
   if (num_kv_heads >= 0) check_size(page_summary, "page_summary", 1, num_kv_heads, "num_kv_heads");
-  check_size(page_summary, "page_summary", 2, scorer.summary_bytes(head_dim), "summary_bytes of the scorer");
+  check_size(page_summary, "page_summary", 2, scorer.summary_bytes(head_dim, page_size),
+             "summary_bytes of the scorer");
   TINYSERVE_CHECK(page_summary.stride(2) == 1, "page_summary: expected a last stride of 1, got ",
                   page_summary.stride(2));
   return {.data = static_cast<uint8_t*>(page_summary.data_ptr()),

@@ -64,7 +64,7 @@ const core::Scorer* check_scorer(const std::string& name);
 // bounds.
 const core::Scorer* check_scorer_for(const std::string& name, core::ElementType k_type);
 core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scorer& scorer, int64_t num_pages,
-                                    int64_t num_kv_heads, int64_t head_dim);
+                                    int64_t num_kv_heads, int64_t head_dim, int64_t page_size);
 
 // `page_ids` int32 [n], each in [0, num_pages).
 const int32_t* check_page_ids(const Tensor& page_ids, const char* name, int64_t num_pages);

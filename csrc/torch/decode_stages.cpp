@@ -41,7 +41,7 @@ core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_
           .head_dim = q.size(2),
           .page_size = page_size,
           .max_chunks = 0,
-          .page_summary = check_summary(page_summary, *scorer, num_pages, num_kv_heads, q.size(2)),
+          .page_summary = check_summary(page_summary, *scorer, num_pages, num_kv_heads, q.size(2), page_size),
           .scorer = scorer,
           .group_reduction = *reduction,
           .sm_scale = static_cast<float>(sm_scale),

@@ -36,9 +36,9 @@ TEST_CASE("A summary row has room for the scales and the vectors, rounded up to 
       CAPTURE(scorer.name, head_dim);
       const int64_t code_bytes = scorer.quantised ? 1 : element_size(scorer.full_type);
       const int64_t used = (scorer.quantised ? 16 : 0) + scorer.num_vectors * head_dim * code_bytes;
-      REQUIRE(scorer.summary_bytes(head_dim) % 16 == 0);
-      REQUIRE(scorer.summary_bytes(head_dim) >= used);
-      REQUIRE(scorer.summary_bytes(head_dim) < used + 16);
+      REQUIRE(scorer.summary_bytes(head_dim, 16) % 16 == 0);
+      REQUIRE(scorer.summary_bytes(head_dim, 16) >= used);
+      REQUIRE(scorer.summary_bytes(head_dim, 16) < used + 16);
     }
     REQUIRE(scorer.num_vectors * 4 <= kSummaryHeaderBytes);
     REQUIRE(scorer.num_vectors <= kMaxSummaryVectors);
@@ -47,13 +47,13 @@ TEST_CASE("A summary row has room for the scales and the vectors, rounded up to 
 
 TEST_CASE("Summary sizes are those of the stored format") {
   // Stored summaries and other programs depend on these numbers.
-  REQUIRE(find_scorer("bounds")->summary_bytes(64) == 144);
-  REQUIRE(find_scorer("bounds")->summary_bytes(40) == 96);
-  REQUIRE(find_scorer("bounds_full_fp32")->summary_bytes(64) == 512);
-  REQUIRE(find_scorer("bounds_full_fp16")->summary_bytes(64) == 256);
-  REQUIRE(find_scorer("bounds_full_bf16")->summary_bytes(8) == 32);
-  REQUIRE(find_scorer("mean")->summary_bytes(64) == 80);
-  REQUIRE(find_scorer("mean")->summary_bytes(8) == 32);
-  REQUIRE(find_scorer("mean_std")->summary_bytes(128) == 272);
-  REQUIRE(find_scorer("bounds_mean")->summary_bytes(128) == 400);
+  REQUIRE(find_scorer("bounds")->summary_bytes(64, 16) == 144);
+  REQUIRE(find_scorer("bounds")->summary_bytes(40, 16) == 96);
+  REQUIRE(find_scorer("bounds_full_fp32")->summary_bytes(64, 16) == 512);
+  REQUIRE(find_scorer("bounds_full_fp16")->summary_bytes(64, 16) == 256);
+  REQUIRE(find_scorer("bounds_full_bf16")->summary_bytes(8, 16) == 32);
+  REQUIRE(find_scorer("mean")->summary_bytes(64, 16) == 80);
+  REQUIRE(find_scorer("mean")->summary_bytes(8, 16) == 32);
+  REQUIRE(find_scorer("mean_std")->summary_bytes(128, 16) == 272);
+  REQUIRE(find_scorer("bounds_mean")->summary_bytes(128, 16) == 400);
 }

@@ -19,16 +19,18 @@ inline constexpr uint8_t kUntouched = 0xcd;
 struct Summaries {
   const core::Scorer* scorer = nullptr;
   int64_t head_dim = 0;
+  int64_t page_size = 0;
   int64_t num_kv_heads = 0;
   std::vector<uint8_t> bytes;  // [num_pages, num_kv_heads, summary_bytes]
 
   Summaries(const core::Scorer& for_scorer, const PagedProblem& problem)
       : scorer(&for_scorer),
         head_dim(problem.shape.head_dim),
+        page_size(problem.shape.page_size),
         num_kv_heads(problem.shape.num_kv_heads),
         bytes(problem.num_pages * num_kv_heads * row_bytes(), kUntouched) {}
 
-  int64_t row_bytes() const { return scorer->summary_bytes(head_dim); }
+  int64_t row_bytes() const { return scorer->summary_bytes(head_dim, page_size); }
   core::PageSummaryView view() {
     return {.data = bytes.data(), .page_stride = num_kv_heads * row_bytes(), .head_stride = row_bytes()};
   }
