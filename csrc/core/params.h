@@ -63,6 +63,7 @@ struct ScorePagesParams {
   GroupReduction group_reduction;
   float sm_scale;
   float* page_scores;  // [num_rows, num_kv_heads, row_stride], indexed by logical page
+  float* head_scores;  // [num_rows, num_heads, row_stride]; null unless the reduction is kSoftmax
   int64_t row_stride;
 };
 

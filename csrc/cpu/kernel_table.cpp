@@ -14,6 +14,7 @@ const KernelTable kKernels = {
     .append_kv = append_kv,
     .seal_pages = seal_pages,
     .score_pages = score_pages,
+    .join_scores = join_scores,
     .select_pages = select_pages,
     .attend_pages = attend_pages,
     .merge_chunks = merge_chunks,

@@ -8,6 +8,7 @@ namespace tinyserve::cpu::TINYSERVE_TARGET {
 void append_kv(const core::AppendKvParams& params, int64_t begin, int64_t end);
 void seal_pages(const core::SealPagesParams& params, int64_t begin, int64_t end);
 void score_pages(const core::ScorePagesParams& params, int64_t begin, int64_t end);
+void join_scores(const core::ScorePagesParams& params, int64_t begin, int64_t end);
 void select_pages(const core::SelectPagesParams& params, int64_t begin, int64_t end);
 void attend_pages(const core::AttendPagesParams& params, int64_t begin, int64_t end);
 void merge_chunks(const core::AttendPagesParams& params, int64_t begin, int64_t end);

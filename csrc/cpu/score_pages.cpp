@@ -1,127 +1,131 @@
-// Page scores from a query and the page summaries: one dot product per page with the query's features.
-
-#include <type_traits>
+// Page scores from a query and the page summaries. Every head of a group scores a page from one reading of
+// its summary; how the heads' scores become one is the group reduction's affair.
 
 #include "core/limits.h"
 #include "cpu/kernels.h"
+#include "cpu/low_rank_score.h"
+#include "cpu/score_vectors.h"
 #include "cpu/simd.h"
+#include "cpu/softmax_tile.h"
 
 namespace tinyserve::cpu::TINYSERVE_TARGET {
 namespace {
 
-inline constexpr int64_t kMaxFeatures = core::kMaxSummaryVectors * core::kMaxHeadDim;
+static_assert(kHeadBlock == kScoreHeads, "for_each_head_block cuts a group into blocks of kScoreHeads");
 
-inline F32x8 query_feature(F32x8 q, core::QueryFeature feature) {
-  const F32x8 zero = splat(0.0F);
-  switch (feature) {
-    case core::QueryFeature::kPositivePart:
-      return select(q < zero, zero, q);  // NaN stays NaN
-    case core::QueryFeature::kNegativePart:
-      return select(q > zero, zero, q);
-    case core::QueryFeature::kAbsolute:
-      return select(q < zero, -q, q);
-    case core::QueryFeature::kIdentity:
-      break;
-  }
-  return q;
-}
+// Where a work item's queries and results are.
+struct ScoreItem {
+  int64_t row;
+  int64_t head;
+  int64_t row_head;
+  int64_t first_page;  // logical page of the chunk's first summary
+};
 
-// features[v * head_dim + d] += weight * feature_v(q[d])
-void add_features(const float* q, int64_t head_dim, const core::Scorer& scorer, float scale,
-                  float* features) {
-  for (int v = 0; v < scorer.num_vectors; ++v) {
-    const F32x8 weight = splat(scorer.vectors[v].weight * scale);
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-      float* feature = features + v * head_dim + d;
-      store(feature, load(feature) + weight * query_feature(load(q + d), scorer.vectors[v].feature));
+// Scores of a chunk's pages for kHeads query heads from g0 of the group on; scores: [num_pages, kScoreHeads].
+template <int kHeads>
+void score_heads(const core::ScorePagesParams& params, const ScoreItem& item, const SummaryChunk& chunk,
+                 int64_t g0, float* scores) {
+  const int64_t first_head = item.head * params.group_size + g0;
+  if (!params.scorer->linear()) {
+    LowRankQueries queries;
+    for (int h = 0; h < kHeads; ++h) {
+      load_low_rank_query(params.q, item.row, first_head + h, params.head_dim, params.sm_scale, h, queries);
     }
+    score_low_rank<kHeads>(chunk, *params.scorer, queries, params.head_dim, params.page_size, scores);
+    return;
+  }
+  alignas(64) float features[kMaxFeatures];
+  float q[core::kMaxHeadDim];
+  __builtin_memset(
+      features, 0,
+      static_cast<size_t>(params.scorer->num_vectors * kHeads * params.head_dim) * sizeof(float));
+  for (int h = 0; h < kHeads; ++h) {
+    load_query(params.q, item.row, first_head + h, params.head_dim, params.sm_scale, q);
+    add_features(q, params.head_dim, *params.scorer, 1.0F, h, kHeads, features);
+  }
+  score_vectors<kHeads>(chunk, *params.scorer, features, params.head_dim, scores);
+}
+
+// The same for the mean of the group's features, as if it were one head.
+void score_mean_head(const core::ScorePagesParams& params, const ScoreItem& item, const SummaryChunk& chunk,
+                     float* scores) {
+  alignas(64) float features[kMaxFeatures];
+  float q[core::kMaxHeadDim];
+  __builtin_memset(features, 0,
+                   static_cast<size_t>(params.scorer->num_vectors * params.head_dim) * sizeof(float));
+  for (int64_t g = 0; g < params.group_size; ++g) {
+    load_query(params.q, item.row, item.head * params.group_size + g, params.head_dim, params.sm_scale, q);
+    add_features(q, params.head_dim, *params.scorer, 1.0F / static_cast<float>(params.group_size), 0, 1,
+                 features);
+  }
+  score_vectors<1>(chunk, *params.scorer, features, params.head_dim, scores);
+}
+
+// best[i] = the better of best[i] and head h's score of page i. NaN wins over every number, so that it stays
+// visible and the selection ranks the page last.
+inline void keep_best(const float* scores, int h, int64_t num_pages, float* best) {
+  for (int64_t i = 0; i < num_pages; ++i) {
+    const float score = scores[i * kScoreHeads + h];
+    best[i] = score > best[i] || score != score ? score : best[i];
   }
 }
 
-template <typename Code>
-float dot_vectors(const uint8_t* summary, const core::Scorer& scorer, const float* features,
-                  int64_t head_dim) {
-  const auto* codes =
-      reinterpret_cast<const Code*>(summary + (scorer.quantised ? core::kSummaryHeaderBytes : 0));
-  F32x8 total = splat(0.0F);
-  for (int v = 0; v < scorer.num_vectors; ++v) {
-    F32x8 even = splat(0.0F);
-    F32x8 odd = splat(0.0F);
-    int64_t d = 0;
-    for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
-      even += load(features + d) * load(codes + d);
-      odd += load(features + d + kLanes) * load(codes + d + kLanes);
+void score_chunk(const core::ScorePagesParams& params, const ScoreItem& item, const SummaryChunk& chunk) {
+  alignas(64) float scores[core::kScoreChunkPages * kScoreHeads];
+  float* page_scores = params.page_scores + item.row_head * params.row_stride + item.first_page;
+  if (params.group_reduction == core::GroupReduction::kMean) {
+    score_mean_head(params, item, chunk, scores);
+    for (int64_t i = 0; i < chunk.num_pages; ++i) page_scores[i] = scores[i * kScoreHeads];
+    return;
+  }
+  if (params.group_reduction == core::GroupReduction::kMax) {
+    for (int64_t i = 0; i < chunk.num_pages; ++i) page_scores[i] = -__builtin_inff();
+  }
+  for_each_head_block(params.group_size, [&](int64_t g0, auto heads) {
+    constexpr int kHeads = decltype(heads)::value;
+    score_heads<kHeads>(params, item, chunk, g0, scores);
+    for (int h = 0; h < kHeads; ++h) {
+      if (params.group_reduction == core::GroupReduction::kMax) {
+        keep_best(scores, h, chunk.num_pages, page_scores);
+      } else {
+        float* head_scores =
+            params.head_scores + (item.row_head * params.group_size + g0 + h) * params.row_stride;
+        for (int64_t i = 0; i < chunk.num_pages; ++i) {
+          head_scores[item.first_page + i] = scores[i * kScoreHeads + h];
+        }
+      }
     }
-    if (d < head_dim) even += load(features + d) * load(codes + d);
-    float scale = 1.0F;
-    if (scorer.quantised) __builtin_memcpy(&scale, summary + 4 * v, 4);
-    total += splat(scale) * (even + odd);
-    codes += head_dim;
-    features += head_dim;
-  }
-  return horizontal_sum(total);
-}
-
-float dot_summary(const uint8_t* summary, const core::Scorer& scorer, const float* features,
-                  int64_t head_dim) {
-  if (scorer.quantised) return dot_vectors<int8_t>(summary, scorer, features, head_dim);
-  float dot = 0.0F;
-  dispatch_element(scorer.full_type, [&](auto* tag) {
-    dot = dot_vectors<std::remove_pointer_t<decltype(tag)>>(summary, scorer, features, head_dim);
   });
-  return dot;
 }
 
 }  // namespace
 
 void score_pages(const core::ScorePagesParams& params, int64_t begin, int64_t end) {
-  const core::Scorer& scorer = *params.scorer;
-  const bool group_max = params.group_reduction == core::GroupReduction::kMax;
-  const int64_t num_features = group_max ? params.group_size : 1;
-  const int64_t feature_size = scorer.num_vectors * params.head_dim;
-  float q[core::kMaxHeadDim];
-  float features[kMaxFeatures];
-  int64_t features_of = -1;  // row * num_kv_heads + head whose features are held (group mean only)
-
-  for (int64_t item = begin; item < end; ++item) {
-    const int64_t chunk = item % params.max_chunks;
-    const int64_t row_head = item / params.max_chunks;
-    const int64_t head = row_head % params.num_kv_heads;
+  const int64_t row_bytes = params.scorer->summary_bytes(params.head_dim, params.page_size);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row_head = i / params.max_chunks;
     const core::Row& row = params.rows[row_head / params.num_kv_heads];
-    const int64_t first_page = row.first_page(params.page_size) + chunk * core::kScoreChunkPages;
-    int64_t end_page = first_page + core::kScoreChunkPages;
+    const ScoreItem item{
+        .row = row_head / params.num_kv_heads,
+        .head = row_head % params.num_kv_heads,
+        .row_head = row_head,
+        .first_page = row.first_page(params.page_size) + i % params.max_chunks * core::kScoreChunkPages};
+    int64_t end_page = item.first_page + core::kScoreChunkPages;
     if (end_page > row.end_page(params.page_size)) end_page = row.end_page(params.page_size);
-    if (first_page >= end_page) continue;
-
-    const int64_t query = (row_head / params.num_kv_heads) * params.q.token_stride;
-    float* scores = params.page_scores + row_head * params.row_stride;
     // A page not full of visible tokens has no summary yet; it is the last one and always attended.
-    const int64_t sealed_end = row.num_tokens / params.page_size;
-    const float infinity = __builtin_inff();
-
-    for (int64_t f = 0; f < num_features; ++f) {
-      if (group_max || features_of != row_head) {
-        __builtin_memset(features, 0, static_cast<size_t>(feature_size) * sizeof(float));
-        const int64_t first = group_max ? f : 0;
-        const int64_t last = group_max ? f + 1 : params.group_size;
-        const float scale = params.sm_scale / (group_max ? 1.0F : static_cast<float>(params.group_size));
-        for (int64_t g = first; g < last; ++g) {
-          load_row(params.q.data, params.q.type,
-                   query + (head * params.group_size + g) * params.q.head_stride, params.head_dim, q);
-          add_features(q, params.head_dim, scorer, scale, features);
-        }
-        features_of = row_head;
-      }
-      for (int64_t page = first_page; page < end_page; ++page) {
-        if (page >= sealed_end) {
-          scores[page] = infinity;
-          continue;
-        }
-        const float score = dot_summary(params.page_summary.row(row.page_table[page], head), scorer, features,
-                                        params.head_dim);
-        // NaN wins over every number, so that it stays visible and the selection ranks the page last.
-        if (f == 0 || score > scores[page] || score != score) scores[page] = score;
-      }
+    int64_t sealed_end = row.num_tokens / params.page_size;
+    if (sealed_end > end_page) sealed_end = end_page;
+    if (item.first_page < sealed_end) {
+      score_chunk(params, item,
+                  {.summaries = params.page_summary,
+                   .page_ids = row.page_table + item.first_page,
+                   .num_pages = sealed_end - item.first_page,
+                   .head = item.head,
+                   .row_bytes = row_bytes});
+    }
+    for (int64_t page = sealed_end < item.first_page ? item.first_page : sealed_end; page < end_page;
+         ++page) {
+      params.page_scores[row_head * params.row_stride + page] = __builtin_inff();
     }
   }
 }

@@ -1,4 +1,5 @@
-// The summary of one full page and kv head (layout: core/scorer.h). NaN keys are ignored by max and min,
+// The summary of one full page and kv head (layout: core/scorer.h), here of the scorers that are linear in a
+// feature of the query; low_rank_fit.h has the other kind. NaN keys are ignored by max and min,
 // so a bound stays one for the other keys; infinite keys are clamped to the largest finite value of the
 // summary's type, so that no infinity meets a zero in the score.
 #pragma once
@@ -6,6 +7,7 @@
 #include "core/limits.h"
 #include "core/page_pool_view.h"
 #include "core/scorer.h"
+#include "cpu/low_rank_fit.h"
 #include "cpu/page_keys.h"
 #include "cpu/simd.h"
 
@@ -18,7 +20,7 @@ inline float clamp_to_finite(float x, float largest) {
 }
 
 inline float largest_finite(const core::Scorer& scorer) {
-  if (scorer.quantised) return 3.40282347e+38F;
+  if (scorer.encoding == core::SummaryEncoding::kInt8) return 3.40282347e+38F;
   if (scorer.full_type == core::ElementType::kFloat16) return 65504.0F;
   if (scorer.full_type == core::ElementType::kBFloat16) return 3.38953139e+38F;
   return 3.40282347e+38F;
@@ -80,16 +82,13 @@ inline F32x8 page_statistic(const float* keys, int64_t page_size, int64_t head_d
   return deviation;
 }
 
-// keys: [page_size, head_dim] of a full page, fp32; summary: one row of scorer.summary_bytes().
-inline void summarise(const float* keys, int64_t page_size, int64_t head_dim, const core::Scorer& scorer,
-                      uint8_t* summary) {
+// The vectors of a linear scorer. keys: [page_size, head_dim].
+inline void summarise_vectors(const float* keys, int64_t page_size, int64_t head_dim,
+                              const core::Scorer& scorer, uint8_t* summary) {
   float values[core::kMaxHeadDim];
-  const int64_t row_bytes = scorer.summary_bytes(head_dim, page_size);
-  const int64_t header_bytes = scorer.quantised ? core::kSummaryHeaderBytes : 0;
-  const int64_t used_bytes = header_bytes + scorer.num_vectors * head_dim * scorer.code_bytes();
+  const int64_t header_bytes = scorer.header_bytes();
   const float largest = largest_finite(scorer);
   __builtin_memset(summary, 0, static_cast<size_t>(header_bytes));
-  __builtin_memset(summary + used_bytes, 0, static_cast<size_t>(row_bytes - used_bytes));
   for (int v = 0; v < scorer.num_vectors; ++v) {
     const core::PageStatistic statistic = scorer.vectors[v].statistic;
     float amax = 0.0F;
@@ -102,7 +101,7 @@ inline void summarise(const float* keys, int64_t page_size, int64_t head_dim, co
       if (magnitude > amax) amax = magnitude;
     }
     uint8_t* codes = summary + header_bytes + v * head_dim * scorer.code_bytes();
-    if (!scorer.quantised) {
+    if (scorer.encoding == core::SummaryEncoding::kFull) {
       dispatch_element(scorer.full_type, [&](auto* tag) {
         auto* full = reinterpret_cast<decltype(tag)>(codes);
         for (int64_t d = 0; d < head_dim; ++d) from_float(values[d], full[d]);
@@ -114,6 +113,20 @@ inline void summarise(const float* keys, int64_t page_size, int64_t head_dim, co
     for (int64_t d = 0; d < head_dim; ++d) {
       codes[d] = static_cast<uint8_t>(encode(values[d], scale, statistic));
     }
+  }
+}
+
+// keys: [page_size, head_dim] of a full page, fp32, may be overwritten; summary: one row of
+// scorer.summary_bytes().
+inline void summarise(float* keys, int64_t page_size, int64_t head_dim, const core::Scorer& scorer,
+                      uint8_t* summary) {
+  const int64_t used_bytes = scorer.used_bytes(head_dim, page_size);
+  __builtin_memset(summary + used_bytes, 0,
+                   static_cast<size_t>(scorer.summary_bytes(head_dim, page_size) - used_bytes));
+  if (scorer.linear()) {
+    summarise_vectors(keys, page_size, head_dim, scorer, summary);
+  } else {
+    fit_low_rank(keys, page_size, head_dim, scorer, summary);
   }
 }
 

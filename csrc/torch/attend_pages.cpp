@@ -5,7 +5,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "core/scratch.h"
 #include "torch/decode_stages.h"
 
 namespace tinyserve {
@@ -122,9 +121,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_decode(
   const KvPools pools = check_pools(k_pages, v_pages, k_scales, v_scales);
   Attention attention = check_attention(q, pools, sm_scale, softcap);
   Tensor keep_q;
-  core::ScorePagesParams scoring = check_score_pages(q, keep_q, pools.num_kv_heads, pools.page_size,
-                                                     check_scorer_for(scorer, pools.k.type), group_reduction,
-                                                     sm_scale, page_summary, pools.num_pages);
+  const core::ScorePagesParams scoring = check_score_pages(
+      q, keep_q, pools.num_kv_heads, pools.page_size, check_scorer_for(scorer, pools.k.type), group_reduction,
+      sm_scale, page_summary, pools.num_pages);
   const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, q.size(0), pools.page_size, window,
                                   pools.num_pages);
   const int32_t* budgets =
@@ -133,17 +132,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_decode(
   Tensor selected_pages = empty_cpu({num_rows, pools.num_kv_heads, max_page_budget}, ScalarType::Int);
   Tensor num_selected = empty_cpu({num_rows, pools.num_kv_heads}, ScalarType::Int);
 
-  // Scores are indexed by logical page, so a row takes as many as its last visible page.
-  int64_t row_stride = 0;
-  for (const core::Row& row : batch.rows) row_stride = std::max(row_stride, row.end_page(pools.page_size));
-  scoring.page_scores =
-      core::Scratch::reserve(static_cast<size_t>(num_rows * pools.num_kv_heads * row_stride));
-  scoring.row_stride = row_stride;
-  run_score_pages(scoring, batch);
   const core::SelectPagesParams selection{
-      .page_scores = scoring.page_scores,
-      .row_stride = row_stride,
-      .rows = batch.rows.data(),
+      .page_scores = nullptr,
+      .row_stride = 0,
+      .rows = nullptr,
       .page_budget = budgets,
       .num_kv_heads = pools.num_kv_heads,
       .page_size = pools.page_size,
@@ -152,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_decode(
       .max_page_budget = max_page_budget,
       .selected_pages = static_cast<int32_t*>(selected_pages.mutable_data_ptr()),
       .num_selected = static_cast<int32_t*>(num_selected.mutable_data_ptr())};
-  run_select_pages(selection, batch);
+  run_score_and_select(scoring, selection, batch);
 
   core::AttendPagesParams& params = attention.params;
   params.selected_pages = selection.selected_pages;

@@ -177,7 +177,7 @@ const core::Scorer* check_scorer(const std::string& name) {
 const core::Scorer* check_scorer_for(const std::string& name, core::ElementType k_type) {
   const core::Scorer* scorer = check_scorer(name);
   TINYSERVE_CHECK(
-      scorer->quantised || scorer->full_type == k_type,
+      scorer->encoding != core::SummaryEncoding::kFull || scorer->full_type == k_type,
       "scorer: expected the variant for the dtype of k_pages (bounds_full_fp32, _fp16 or _bf16), got '", name,
       "'");
   return scorer;
@@ -191,6 +191,9 @@ core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scor
   check_dim(page_summary, "page_summary", 3, "[num_pages, num_kv_heads, summary_bytes]");
   if (num_pages >= 0) check_size(page_summary, "page_summary", 0, num_pages, "num_pages");
   if (num_kv_heads >= 0) check_size(page_summary, "page_summary", 1, num_kv_heads, "num_kv_heads");
+  TINYSERVE_CHECK(scorer.rank < page_size,
+                  "scorer: expected a rank of at most page_size - 1 = ", page_size - 1, ", got '",
+                  std::string(scorer.name), "' of rank ", scorer.rank);
   check_size(page_summary, "page_summary", 2, scorer.summary_bytes(head_dim, page_size),
              "summary_bytes of the scorer");
   TINYSERVE_CHECK(page_summary.stride(2) == 1, "page_summary: expected a last stride of 1, got ",
