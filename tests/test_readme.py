@@ -108,7 +108,7 @@ def test_the_scorer_table_names_every_scorer_with_its_bytes() -> None:
     rows = {row[0]: row[2] for row in rows_of_table("| scorer | keeps of a page |")}
     assert set(rows) == set(SCORERS)
     for scorer, shown in rows.items():
-        expected = [summary_bytes(scorer, 64, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        expected = [summary_bytes(scorer, 64, 16, dtype) for dtype in (torch.bfloat16, torch.float32)]
         if expected[0] == expected[1]:
             assert shown == str(expected[0]), scorer
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from tinyserve_ops.scorers import GROUP_REDUCTIONS, SCORERS
+from tinyserve_ops.scorers import check_group_reduction, check_scorer, default_group_reduction
 
 __all__ = ["KV_DTYPES", "SparseConfig"]
 
@@ -43,8 +43,11 @@ class SparseConfig:
         keep_ratio: fraction of the sequence's pages that is KEPT, in (0, 1]; rounded up, at least the forced
             pages.
         scorer: how pages are ranked: "bounds" (int8 box), "bounds_full" (box in the KV type), "mean",
-            "mean_std", "bounds_mean".
-        group_reduction: how the query heads of one kv head share a page list: "mean" or "max".
+            "mean_std", "bounds_mean", "low_rank" (mean and a rank-2 sketch of the keys, log-sum-exp over a
+            page's tokens; "low_rank_1" to "low_rank_8" name the rank, at most page_size - 1) and
+            "low_rank_max" (the same with the maximum over the tokens).
+        group_reduction: how the query heads of one kv head share a page list: "mean" (not for low_rank),
+            "max" or "softmax"; None means "softmax" for low_rank and "mean" for the others.
         num_sink_pages: first pages, always attended.
         num_recent_pages: last pages, always attended; the open page counts, so at least 1.
         dense_layers: layers with an index below this one attend to everything.
@@ -60,7 +63,7 @@ class SparseConfig:
     token_budget: int | None = None
     keep_ratio: float | None = None
     scorer: str = "bounds"
-    group_reduction: str = "mean"
+    group_reduction: str | None = None
     num_sink_pages: int = 1
     num_recent_pages: int = 2
     dense_layers: int = 2
@@ -75,8 +78,11 @@ class SparseConfig:
         _check_int("num_sink_pages", self.num_sink_pages, 0, _MAX_FORCED_PAGES)
         _check_int("num_recent_pages", self.num_recent_pages, 1, _MAX_FORCED_PAGES)
         _check_int("dense_layers", self.dense_layers, 0)
-        _check_choice("scorer", self.scorer, tuple(SCORERS))
-        _check_choice("group_reduction", self.group_reduction, GROUP_REDUCTIONS)
+        check_scorer(self.scorer, self.page_size)
+        if self.group_reduction is not None:
+            if not isinstance(self.group_reduction, str):
+                raise TypeError(f"group_reduction: expected a string or None, got {self.group_reduction!r}")
+            check_group_reduction(self.group_reduction, self.scorer)
         if self.kv_dtype is not None:
             _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.max_kv_bytes is not None:
@@ -118,6 +124,11 @@ class SparseConfig:
     def forced_pages(self) -> int:
         """Pages that are attended whatever their score."""
         return self.num_sink_pages + self.num_recent_pages
+
+    @property
+    def op_group_reduction(self) -> str:
+        """`group_reduction` as the ops take it: None replaced by the scorer's default."""
+        return self.group_reduction or default_group_reduction(self.scorer)
 
     @property
     def ratio(self) -> Fraction | None:

@@ -86,7 +86,7 @@ def attend_decode(
             page_budget,
             max_page_budget,
             pool.scorer,
-            config.group_reduction,
+            config.op_group_reduction,
             sm_scale,
             config.num_sink_pages,
             config.num_recent_pages,

@@ -50,7 +50,7 @@ class LayerPool:
         self.device = device
         self.channel_major = channel_major
         self.scorer = scorers.resolve(scorer, dtype)
-        self.summary_bytes = scorers.summary_bytes(scorer, head_dim, dtype)
+        self.summary_bytes = scorers.summary_bytes(scorer, head_dim, page_size, dtype)
         self.k_scales: torch.Tensor | None = None
         self.v_scales: torch.Tensor | None = None
         self.k_pages, self.v_pages, self.page_summary = self._allocate(num_pages)

@@ -99,7 +99,7 @@ def estimate_memory(
     num_pages = -(-length // sparse.page_size)
     rows = batch * num_layers * num_kv_heads  # K rows, V rows and summaries come once for each of these
     token_bytes = 2 * head_dim * kv_dtype.itemsize
-    summary_row = scorers.summary_bytes(sparse.scorer, head_dim, kv_dtype)
+    summary_row = scorers.summary_bytes(sparse.scorer, head_dim, sparse.page_size, kv_dtype)
     kv_bytes = rows * num_pages * sparse.page_size * token_bytes
     summary_bytes = rows * num_pages * summary_row
     page_table_bytes = batch * num_pages * torch.int32.itemsize

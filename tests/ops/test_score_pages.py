@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tinyserve_ops import testing
-from tinyserve_ops.scorers import GROUP_REDUCTIONS, SCORERS
+from tinyserve_ops.scorers import GROUP_REDUCTIONS, SCORERS, group_reductions
 from tinyserve_ops.testing import Batch, Implementation, assert_close, make_batch
+
+COMBINATIONS = [(scorer, name) for scorer in SCORERS for name in group_reductions(scorer)]
 
 
 def assert_matches_oracle(impl: Implementation, batch: Batch) -> None:
@@ -27,8 +29,7 @@ def sealed(impl: Implementation, *args: object, **kwargs: object) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("group_reduction", GROUP_REDUCTIONS)
-@pytest.mark.parametrize("scorer", list(SCORERS))
+@pytest.mark.parametrize(("scorer", "group_reduction"), COMBINATIONS)
 def test_every_scorer_equals_float64(impl: Implementation, scorer: str, group_reduction: str) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         batch = sealed(impl, [0, 15, 16, 100], [1, 1, 3, 1], num_heads=6, scorer=scorer, dtype=dtype)

@@ -26,18 +26,22 @@ from tinyserve_ops import scorers
         ("bounds_full", 64, "bfloat16", 256),
         ("bounds_full_fp16", 40, None, 160),
         ("bounds_full_fp32", 256, None, 2048),
+        ("low_rank", 64, None, 160),
+        ("low_rank_1", 64, torch.bfloat16, 112),
+        ("low_rank_4", 64, None, 240),
+        ("low_rank_max_8", 128, None, 736),
     ],
 )
 def test_summary_bytes_follow_the_layout(
     scorer: str, head_dim: int, kv_dtype: torch.dtype | str | None, expected: int
 ) -> None:
-    assert scorers.summary_bytes(scorer, head_dim, kv_dtype) == expected
+    assert scorers.summary_bytes(scorer, head_dim, 16, kv_dtype) == expected
 
 
 def test_rows_are_a_multiple_of_16_bytes() -> None:
     for scorer in scorers.op_scorers():
         for head_dim in scorers.HEAD_DIMS:
-            assert scorers.summary_bytes(scorer, head_dim) % 16 == 0
+            assert scorers.summary_bytes(scorer, head_dim, 16) % 16 == 0
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,11 @@ def test_rows_are_a_multiple_of_16_bytes() -> None:
         ("bounds_full", torch.bfloat16, "bounds_full_bf16"),
         ("bounds_full_bf16", torch.bfloat16, "bounds_full_bf16"),
         ("bounds_full_bf16", None, "bounds_full_bf16"),
+        ("low_rank", None, "low_rank_2"),
+        ("low_rank", torch.float16, "low_rank_2"),
+        ("low_rank_8", "bfloat16", "low_rank_8"),
+        ("low_rank_max", None, "low_rank_max_2"),
+        ("low_rank_max_1", None, "low_rank_max_1"),
     ],
 )
 def test_names_resolve_to_what_the_ops_take(
@@ -68,6 +77,11 @@ def test_names_resolve_to_what_the_ops_take(
         ("bounds_full", torch.float64, "kv_dtype"),
         ("bounds_full", "int7", "kv_dtype"),
         ("bounds_full_fp16", torch.float32, "scorer"),
+        ("low_rank_0", None, "scorer"),
+        ("low_rank_9", None, "scorer"),
+        ("low_rank_02", None, "scorer"),
+        ("low_rank_max_fp16", None, "scorer"),
+        ("mean_2", None, "scorer"),
         (3, torch.float32, "scorer"),
     ],
 )
@@ -81,13 +95,39 @@ def test_bad_names_are_refused_by_name(
 @pytest.mark.parametrize("head_dim", [0, 1, 12, 264, 320, -8])
 def test_unsupported_head_dims_are_refused_by_name(head_dim: int) -> None:
     with pytest.raises(ValueError, match=rf"head_dim: expected .* got {head_dim}"):
-        scorers.summary_bytes("bounds", head_dim)
+        scorers.summary_bytes("bounds", head_dim, 16)
+
+
+@pytest.mark.parametrize("page_size", [0, 65, -16])
+def test_unsupported_page_sizes_are_refused_by_name(page_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"page_size: expected .* got {page_size}"):
+        scorers.summary_bytes("bounds", 64, page_size)
+
+
+@pytest.mark.parametrize(("scorer", "page_size"), [("low_rank", 2), ("low_rank_1", 1), ("low_rank_max_8", 8)])
+def test_a_rank_that_a_page_cannot_have_is_refused_by_name(scorer: str, page_size: int) -> None:
+    expected = rf"scorer: expected a rank of at most page_size - 1 = {page_size - 1}, got '{scorer}'"
+    for check in (scorers.check_scorer, lambda name, size: scorers.summary_bytes(name, 64, size)):
+        with pytest.raises(ValueError, match=expected):
+            check(scorer, page_size)
+        check(scorer, page_size + 1)
 
 
 def test_an_unknown_group_reduction_is_refused_by_name() -> None:
-    assert scorers.check_group_reduction("max") == "max"
-    with pytest.raises(ValueError, match="group_reduction: expected one of mean, max, got 'median'"):
-        scorers.check_group_reduction("median")
+    assert scorers.check_group_reduction("max", "bounds") == "max"
+    with pytest.raises(ValueError, match=r"group_reduction: expected one of mean, max, softmax .* 'median'"):
+        scorers.check_group_reduction("median", "bounds")
+
+
+def test_the_mean_over_a_group_exists_for_linear_scorers_only() -> None:
+    for scorer in scorers.op_scorers():
+        assert "max" in scorers.group_reductions(scorer)
+        assert "softmax" in scorers.group_reductions(scorer)
+        assert scorers.default_group_reduction(scorer) in scorers.group_reductions(scorer)
+    assert scorers.default_group_reduction("mean") == "mean"
+    assert scorers.default_group_reduction("low_rank") == "softmax"
+    with pytest.raises(ValueError, match=r"group_reduction: expected one of max, softmax .* got 'mean'"):
+        scorers.check_group_reduction("mean", "low_rank_2")
 
 
 def test_the_table_cannot_be_changed() -> None:
@@ -104,5 +144,5 @@ def test_the_compiled_ops_know_the_same_scorers() -> None:
     for scorer in scorers.op_scorers():
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             if not scorer.startswith("bounds_full") or scorers.resolve("bounds_full", dtype) == scorer:
-                rows = torch.zeros(2, 1, scorers.summary_bytes(scorer, 40), dtype=torch.uint8)
+                rows = torch.zeros(2, 1, scorers.summary_bytes(scorer, 40, 16), dtype=torch.uint8)
                 ops.seal_pages(none, torch.zeros(2, 1, 16, 40, dtype=dtype), None, rows, scorer)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tinyserve_ops import testing
-from tinyserve_ops.scorers import GROUP_REDUCTIONS, SCORERS
+from tinyserve_ops.scorers import SCORERS, group_reductions
 from tinyserve_ops.testing import Batch, Implementation, assert_close, make_batch
 
 LENGTHS = [0, 15, 16, 255, 700]
+COMBINATIONS = [(scorer, name) for scorer in SCORERS for name in group_reductions(scorer)]
 
 
 def sealed(impl: Implementation, *args: object, **kwargs: object) -> Batch:
@@ -29,8 +30,7 @@ def stages(impl: Implementation, batch: Batch) -> tuple[torch.Tensor, ...]:
     return out, lse, selected_pages, num_selected
 
 
-@pytest.mark.parametrize("group_reduction", GROUP_REDUCTIONS)
-@pytest.mark.parametrize("scorer", list(SCORERS))
+@pytest.mark.parametrize(("scorer", "group_reduction"), COMBINATIONS)
 def test_it_equals_score_then_select_then_attend(
     impl: Implementation, scorer: str, group_reduction: str
 ) -> None:

@@ -98,7 +98,7 @@ def sparse_decode(
     checks.check_kv_pages(k_pages, v_pages, k_scales, v_scales)
     num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
     checks.check_heads(q, num_kv_heads, head_dim)
-    checks.check_summary(page_summary, scorer, num_kv_heads, head_dim, num_pages)
+    checks.check_summary(page_summary, scorer, num_kv_heads, head_dim, page_size, num_pages)
     page_scores = score_pages(
         q,
         cu_query_lens,

@@ -86,10 +86,15 @@ def check_kv_pages(
 
 
 def check_summary(
-    page_summary: Tensor, scorer: str, num_kv_heads: int, head_dim: int, num_pages: int | None
+    page_summary: Tensor,
+    scorer: str,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    num_pages: int | None,
 ) -> None:
     _check_head_dim("page_summary", head_dim)
-    num_bytes = summary_bytes(scorer, head_dim)
+    num_bytes = summary_bytes(scorer, head_dim, page_size)
     check_tensor("page_summary", page_summary, _UINT8, (num_pages, num_kv_heads, num_bytes))
     require(page_summary.stride(2) == 1, "page_summary", "stride 1 along its bytes", page_summary.stride())
 
@@ -137,7 +142,7 @@ def check_append_kv(
     check_tensor("page_table", page_table, _INT32, (seq_lens.shape[0], None))
     if page_summary is not None:
         _check_scorer_dtype(scorer, k_pages)
-        check_summary(page_summary, scorer, num_kv_heads, head_dim, num_pages)
+        check_summary(page_summary, scorer, num_kv_heads, head_dim, page_size, num_pages)
     table = page_table.tolist()
     for row in rows_of(cu_query_lens, seq_lens):
         if row.position >= 0:
@@ -150,8 +155,9 @@ def check_seal_pages(
     require(k_scales is None, "k_scales", "None (int8 pages are not implemented)", "a tensor")
     _check_pool("k_pages", k_pages, (None, None, None, None))
     _check_scorer_dtype(scorer, k_pages)
-    check_summary(page_summary, scorer, k_pages.shape[1], k_pages.shape[3], k_pages.shape[0])
-    check_page_ids("page_ids", page_ids, k_pages.shape[0])
+    num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
+    check_summary(page_summary, scorer, num_kv_heads, head_dim, page_size, num_pages)
+    check_page_ids("page_ids", page_ids, num_pages)
 
 
 def check_score_pages(
@@ -166,12 +172,13 @@ def check_score_pages(
     window: int,
 ) -> None:
     check_options(window)
-    check_group_reduction(group_reduction)
+    find_op_scorer(scorer)
+    check_group_reduction(group_reduction, scorer)
     require(page_size in PAGE_SIZES, "page_size", "1 to 64", page_size)
     check_tensor("q", q, _FLOATS, (None, None, None))
     _check_head_dim("q", q.shape[2])
     check_tensor("page_summary", page_summary, _UINT8, (None, None, None))
-    check_summary(page_summary, scorer, page_summary.shape[1], q.shape[2], None)
+    check_summary(page_summary, scorer, page_summary.shape[1], q.shape[2], page_size, None)
     check_heads(q, page_summary.shape[1], q.shape[2])
     check_batch(q.shape[0], cu_query_lens, seq_lens)
     check_visible_pages(cu_query_lens, seq_lens, page_table, page_size, page_summary.shape[0], window)

@@ -1,4 +1,4 @@
-"""Page summaries: statistics over the keys of a page, and their byte layout.
+"""Page summaries: statistics over the keys of a page, and their byte layout (low-rank: `low_rank`).
 
 int8 rows: four fp32 scales (one per vector, unused ones 0), then the codes vector by vector; scale * code
 restores a channel. Max codes are rounded up and min codes down, so that in fp32 scale * code stays a bound;
@@ -15,18 +15,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tinyserve_ops.reference import low_rank
+from tinyserve_ops.reference.arithmetic import finite, round_to_nearest, sum_in_order
 from tinyserve_ops.scorers import SummaryVector, find_op_scorer, summary_bytes
 
 _MAX_CODE = 127
 _NUM_HEADER_SCALES = 4
 _HEADER_BYTES = 4 * _NUM_HEADER_SCALES
-_LARGEST = torch.finfo(torch.float32).max
 
 
 def summarise(keys: Tensor, scorer: str) -> Tensor:
     """Encodes pages of keys [..., page_size, head_dim] as rows uint8 [..., summary_bytes]."""
     found, full_dtype = find_op_scorer(scorer)
-    head_dim = keys.shape[-1]
+    if found.encoding == "low_rank":
+        return low_rank.encode(low_rank.fit(keys, found.rank))
+    page_size, head_dim = keys.shape[-2:]
     vectors = [statistic(keys, vector) for vector in found.vectors]
     if full_dtype is not None:
         limit = torch.finfo(full_dtype).max
@@ -42,12 +45,13 @@ def summarise(keys: Tensor, scorer: str) -> Tensor:
             codes.append(quantise(values, scale[..., None], vector))
         parts = [header.view(torch.uint8), *(code.to(torch.int8).view(torch.uint8) for code in codes)]
     packed = torch.cat(parts, -1)
-    padding = summary_bytes(scorer, head_dim) - packed.shape[-1]
+    padding = summary_bytes(scorer, head_dim, page_size) - packed.shape[-1]
     return torch.nn.functional.pad(packed, (0, padding))
 
 
 def restore(rows: Tensor, scorer: str, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Decodes rows uint8 [..., summary_bytes]: scales [..., v] and unscaled vectors [..., v, head_dim]."""
+    """Decodes rows uint8 [..., summary_bytes] of a linear scorer: scales [..., v] and unscaled vectors
+    [..., v, head_dim]."""
     found, full_dtype = find_op_scorer(scorer)
     num_vectors = len(found.vectors)
     if full_dtype is not None:
@@ -65,13 +69,13 @@ def statistic(keys: Tensor, vector: SummaryVector) -> Tensor:
     """One statistic per channel over the tokens: [..., page_size, head_dim] -> fp32 [..., head_dim]."""
     tokens = keys.float().unbind(-2)
     if vector.statistic == "max":
-        return _finite(_largest_ignoring_nan(tokens))
+        return finite(_largest_ignoring_nan(tokens))
     if vector.statistic == "min":
-        return _finite(-_largest_ignoring_nan([-token for token in tokens]))
-    mean = _sum_in_order(tokens) / len(tokens)
+        return finite(-_largest_ignoring_nan([-token for token in tokens]))
+    mean = sum_in_order(tokens) / len(tokens)
     if vector.statistic == "mean":
-        return _finite(mean)
-    return _finite((_sum_in_order([(token - mean) ** 2 for token in tokens]) / len(tokens)).sqrt())
+        return finite(mean)
+    return finite((sum_in_order([(token - mean) ** 2 for token in tokens]) / len(tokens)).sqrt())
 
 
 def quantisation_scale(values: Tensor) -> Tensor:
@@ -89,7 +93,7 @@ def quantise(values: Tensor, scale: Tensor, vector: SummaryVector) -> Tensor:
     elif vector.statistic == "min":
         codes = -_smallest_code_at_least(-values, scale)
     else:
-        codes = _round_to_nearest(values / scale)
+        codes = round_to_nearest(values / scale)
     return torch.where(scale > 0, codes, 0.0).clamp(-_MAX_CODE, _MAX_CODE)
 
 
@@ -99,24 +103,8 @@ def _smallest_code_at_least(values: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale * codes >= values, codes, codes + 1)
 
 
-def _round_to_nearest(values: Tensor) -> Tensor:
-    return values.sign() * (values.abs() + 0.5).trunc()
-
-
-def _finite(values: Tensor) -> Tensor:
-    return values.nan_to_num(nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
-
-
 def _largest_ignoring_nan(tokens: Sequence[Tensor]) -> Tensor:
     largest = tokens[0]
     for token in tokens[1:]:
         largest = torch.fmax(largest, token)
     return largest
-
-
-def _sum_in_order(tokens: Sequence[Tensor]) -> Tensor:
-    # Token order is part of the definition: the compiled ops add in the same order and round the same way.
-    total = torch.zeros_like(tokens[0])
-    for token in tokens:
-        total = total + token
-    return total

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tinyserve_ops.testing.batches import LAYOUTS, Batch, make_batch, make_pools
 from tinyserve_ops.testing.compare import assert_close, assert_refused, assert_same_bits, tolerance
 from tinyserve_ops.testing.implementations import IMPLEMENTATION_NAMES, Implementation, get_implementation
-from tinyserve_ops.testing.oracle import attention_oracle, read_summary, score_oracle
+from tinyserve_ops.testing.oracle import attention_oracle, read_low_rank, read_summary, score_oracle
 from tinyserve_ops.testing.views import fused_views, strided_views
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "get_implementation",
     "make_batch",
     "make_pools",
+    "read_low_rank",
     "read_summary",
     "score_oracle",
     "strided_views",

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tinyserve_ops.scorers import resolve, summary_bytes
+from tinyserve_ops.scorers import default_group_reduction, resolve, summary_bytes
 
 LAYOUTS = ("token_major", "channel_major", "interleaved")
 
@@ -209,7 +209,7 @@ def make_batch(
         k_pages=k_pages,
         v_pages=v_pages,
         page_summary=torch.empty(
-            total_pages, num_kv_heads, summary_bytes(op_scorer, head_dim), dtype=torch.uint8
+            total_pages, num_kv_heads, summary_bytes(op_scorer, head_dim, page_size), dtype=torch.uint8
         ),
         page_budget=torch.full((len(seq_lens),), page_budget, dtype=torch.int32),
         max_page_budget=page_budget,
@@ -217,6 +217,7 @@ def make_batch(
         values=values,
         scorer=op_scorer,
         sm_scale=head_dim**-0.5,
+        group_reduction=default_group_reduction(op_scorer),
         window=window,
     )
     batch.store(only_stored=only_stored)

@@ -67,7 +67,7 @@ def attention_oracle(
 
 
 def read_summary(row: Tensor, scorer: str, head_dim: int) -> dict[str, np.ndarray]:
-    """Reads one summary row uint8 [summary_bytes]: statistic name -> float64 [head_dim]."""
+    """Reads one row uint8 [summary_bytes] of a linear scorer: statistic name -> float64 [head_dim]."""
     data = row.contiguous().numpy().tobytes()
     names = _STATISTICS[scorer]
     if scorer.startswith("bounds_full"):
@@ -83,9 +83,35 @@ def read_summary(row: Tensor, scorer: str, head_dim: int) -> dict[str, np.ndarra
     return dict(zip(names, restored, strict=True))
 
 
+def read_low_rank(row: Tensor, rank: int, head_dim: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reads one low-rank summary row uint8 [summary_bytes]: mean float64 [head_dim] and the sketch of the
+    centred keys float64 [page_size, head_dim]."""
+    data = row.contiguous().numpy().tobytes()
+
+    def codes(start: int, count: int) -> np.ndarray:
+        found = []
+        for index in range(count):
+            byte = data[start + index // 16 * 8 + index % 8]
+            found.append((byte >> 4 if index % 16 >= 8 else byte & 15) - 8)
+        return np.array(found, dtype=np.float64)
+
+    basis_bytes, coefficient_bytes = -(-head_dim // 16) * 8, -(-page_size // 16) * 8
+    basis_start = head_dim
+    coefficient_start = basis_start + rank * basis_bytes
+    scale_start = coefficient_start + rank * coefficient_bytes
+    halves = np.frombuffer(data, "<u2", 1 + rank, scale_start)
+    scales = (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    sketch = np.zeros((page_size, head_dim))
+    for index in range(rank):
+        basis = codes(basis_start + index * basis_bytes, head_dim)
+        coefficients = codes(coefficient_start + index * coefficient_bytes, page_size)
+        sketch += scales[1 + index] * np.outer(coefficients, basis)
+    return scales[0] * np.frombuffer(data, "i1", head_dim).astype(np.float64), sketch
+
+
 def score_oracle(batch: Batch) -> Tensor:
     """Page scores in float64 [num_tokens, num_kv_heads, max_pages] from the batch's summaries."""
-    num_heads, head_dim = batch.q.shape[1:]
+    num_heads = batch.q.shape[1]
     group_size = num_heads // batch.num_kv_heads
     scores = torch.full(
         (len(batch.q), batch.num_kv_heads, batch.page_table.shape[1]), -torch.inf, dtype=torch.float64
@@ -95,29 +121,48 @@ def score_oracle(batch: Batch) -> Tensor:
         for offset, token in enumerate(range(tokens.start, tokens.stop)):
             length = stored_len + offset + 1
             first = max(0, length - batch.window) if batch.window > 0 else 0
+            sealed: list[int] = []
             for page in range(batch.page_table.shape[1]):
                 begin, end = page * batch.page_size, (page + 1) * batch.page_size
                 if begin >= length or end <= first:
                     continue
-                for kv_head in range(batch.num_kv_heads):
-                    if end > length:
-                        scores[token, kv_head, page] = torch.inf
-                        continue
-                    row = batch.page_summary[int(batch.page_table[b, page]), kv_head]
-                    vectors = read_summary(row, batch.scorer, head_dim)
-                    heads = range(kv_head * group_size, (kv_head + 1) * group_size)
-                    each = [
-                        _score(batch.scorer, batch.q[token, head].double().numpy(), vectors) for head in heads
-                    ]
-                    reduced = max(each) if batch.group_reduction == "max" else sum(each) / group_size
-                    scores[token, kv_head, page] = batch.sm_scale * reduced
+                if end > length:
+                    scores[token, :, page] = torch.inf
+                else:
+                    sealed.append(page)
+            for kv_head in range(batch.num_kv_heads if sealed else 0):
+                rows = [batch.page_summary[int(batch.page_table[b, page]), kv_head] for page in sealed]
+                queries = batch.q[token, kv_head * group_size : (kv_head + 1) * group_size].double().numpy()
+                each = np.array([[_score(batch, query, row) for row in rows] for query in queries])
+                scores[token, kv_head, sealed] = torch.from_numpy(_reduce(each, batch.group_reduction))
     return scores
 
 
-def _score(scorer: str, q: np.ndarray, vectors: dict[str, np.ndarray]) -> float:
+def _reduce(scores: np.ndarray, group_reduction: str) -> np.ndarray:
+    """[group_size, num_pages] -> [num_pages]."""
+    if group_reduction == "max":
+        return scores.max(0)
+    if group_reduction == "mean":
+        return scores.mean(0)
+    peaks = scores.max(1, keepdims=True)
+    # Summed as logarithms: a page far below the best one has a share that no float64 holds.
+    shares = scores - peaks - np.log(np.exp(scores - peaks).sum(1, keepdims=True))
+    best = shares.max(0)
+    return best + np.log(np.exp(shares - best).sum(0))
+
+
+def _score(batch: Batch, q: np.ndarray, row: Tensor) -> float:
+    """The score of one page by one query head, `sm_scale` included."""
+    scorer = batch.scorer
+    if scorer.startswith("low_rank"):
+        mean, sketch = read_low_rank(row, int(scorer.rpartition("_")[2]), len(q), batch.page_size)
+        logits = batch.sm_scale * (q @ mean + sketch @ q)
+        peak = logits.max()
+        return float(peak if "max" in scorer else peak + np.log(np.exp(logits - peak).sum()))
+    vectors = read_summary(row, scorer, len(q))
     if scorer == "mean":
-        return float(q @ vectors["mean"])
+        return batch.sm_scale * float(q @ vectors["mean"])
     if scorer == "mean_std":
-        return float(q @ vectors["mean"] + np.abs(q) @ vectors["std"])
+        return batch.sm_scale * float(q @ vectors["mean"] + np.abs(q) @ vectors["std"])
     box = float(np.where(q > 0, q, 0) @ vectors["max"] + np.where(q < 0, q, 0) @ vectors["min"])
-    return 0.7 * box + 0.3 * float(q @ vectors["mean"]) if scorer == "bounds_mean" else box
+    return batch.sm_scale * (0.7 * box + 0.3 * float(q @ vectors["mean"]) if scorer == "bounds_mean" else box)
