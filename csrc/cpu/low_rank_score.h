@@ -1,9 +1,11 @@
 // Scores of low-rank summaries: the logits of a page's tokens, for up to four query heads at once, from one
 // dot product with the mean and one per rank; then their log-sum-exp or maximum.
 //
-// Logits are held in units of ln 2, which makes the exponential cheaper, and codes are used as they are
-// stored, plus 8: what the 8s add to a dot product is known beforehand (basis) or the same for all tokens of
-// a page (coefficients), and is taken off in one go.
+// Queries are rounded to 16-bit integers, so that the dot products with codes are exact integer sums: an
+// error of 2^-16 of the largest channel, small beside that of the codes, for half the instructions. Logits
+// are held in units of ln 2, which makes the exponential cheaper. Codes are used as they are stored, plus 8:
+// what the 8s add to a dot product is known beforehand (basis) or the same for all tokens of a page
+// (coefficients).
 #pragma once
 
 #include "core/limits.h"
@@ -18,95 +20,175 @@ namespace tinyserve::cpu::TINYSERVE_TARGET {
 namespace {
 
 inline constexpr float kNoLogit = -__builtin_inff();
+inline constexpr float kMaxQueryCode = 32767.0F;
+inline constexpr I32x8 kFirstLanes = {0, 1, 2, 3, 4, 5, 6, 7};
 
-// The queries of a head block over ln 2, scaled, zeros up to a whole int4 block.
+// The queries of a head block: q = scale * code. `basis_order` has the codes of two int4 blocks as their
+// bytes hold them: the low halves of both, then the high halves. Zeros behind the last channel of both.
 struct LowRankQueries {
-  alignas(64) float q[kScoreHeads][core::kMaxHeadDim];
-  F32x8 offset[kScoreHeads];  // takes the 8s off, lane by lane
+  alignas(64) int16_t in_order[kScoreHeads][core::kMaxHeadDim];
+  alignas(64) int16_t basis_order[kScoreHeads][core::kMaxHeadDim];
+  alignas(16) int32_t offset[kScoreHeads];  // what the 8s add to a dot product with a basis vector
+  alignas(16) float scale[kScoreHeads];  // with the softmax scale, over ln 2; NaN if the query is not finite
 };
+
+inline int64_t basis_position(int64_t d) {
+  const int64_t within = d % (2 * core::kInt4Block);
+  return d - within + (within & 7) + (within & 8) * 2 + (within & 16) / 2;
+}
 
 inline void load_low_rank_query(const core::PackedView& from, int64_t row, int64_t query_head,
                                 int64_t head_dim, float sm_scale, int64_t h, LowRankQueries& queries) {
-  float* q = queries.q[h];
+  float q[core::kMaxHeadDim];
   load_row(from.data, from.type, row * from.token_stride + query_head * from.head_stride, head_dim, q);
-  if (head_dim % core::kInt4Block != 0) store(q + head_dim, splat(0.0F));
-  const F32x8 scale = splat(sm_scale * kLog2OfE);
-  F32x8 sum = splat(0.0F);
-  for (int64_t d = 0; d < head_dim; d += kLanes) {
-    const F32x8 scaled = scale * load(q + d);
-    store(q + d, scaled);
-    sum += scaled;
+  float largest = 0.0F;
+  bool finite = true;
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const float magnitude = __builtin_fabsf(q[d]);
+    largest = magnitude > largest ? magnitude : largest;
+    finite = finite && magnitude <= 3.40282347e+38F;  // false for NaN
   }
-  queries.offset[h] = splat(-kInt4Offset) * sum;
+  float inverse = finite && largest > 0.0F ? kMaxQueryCode / largest : 0.0F;
+  if (inverse == __builtin_inff()) inverse = 0.0F;  // a query this small is no query
+  const float scale = finite ? largest / kMaxQueryCode : __builtin_nanf("");
+  queries.scale[h] = scale * (sm_scale * kLog2OfE);
+  queries.offset[h] = 0;
+  __builtin_memset(queries.in_order[h], 0, sizeof(queries.in_order[h]));
+  __builtin_memset(queries.basis_order[h], 0, sizeof(queries.basis_order[h]));
+  if (!finite) return;
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const float x = q[d] * inverse;
+    const auto code = static_cast<int16_t>(x + (x < 0.0F ? -0.5F : 0.5F));
+    queries.in_order[h][d] = code;
+    queries.basis_order[h][basis_position(d)] = code;
+    queries.offset[h] += kInt4Offset * code;
+  }
 }
 
-// dots[v]: lane h is the dot product of head h with the mean (v = 0, with kMean) and with kBasis basis
-// vectors.
-template <int kHeads, bool kMean, int kBasis>
-inline void dot_codes(const LowRankQueries& queries, const int8_t* mean, const uint8_t* basis,
-                      int64_t basis_bytes, F32x4* dots) {
-  constexpr int kFirst = kMean ? 1 : 0;
-  constexpr int kVectors = kFirst + kBasis;
-  // Few heads give few independent sums, too few to hide the latency of a multiply-add.
-  constexpr int kDepth = kHeads * kVectors <= 6 ? 2 : 1;
-  F32x8 sum[kDepth][kVectors][kHeads];
-  for (int h = 0; h < kHeads; ++h) {
+// Lane h: head h's dot product with the mean's codes.
+template <int kHeads>
+inline F32x4 dot_mean(const LowRankQueries& queries, const int8_t* codes, int64_t head_dim) {
+  I32x8 sum[kHeads] = {};
+  // The last 16 codes may be basis bytes in part, where the query is 0.
+  for (int64_t d = 0; d < head_dim; d += kWideLanes) {
+    const I16x16 mean = load_wide(codes + d);
+    for (int h = 0; h < kHeads; ++h) sum[h] += dot_pairs(mean, load_wide(queries.in_order[h] + d));
+  }
+  return __builtin_convertvector(sum_heads<kHeads>(sum), F32x4);
+}
+
+// dots[v]: lane h is head h's dot product with basis vector v of kVectors.
+template <int kHeads, int kVectors>
+inline void dot_basis(const LowRankQueries& queries, const uint8_t* basis, int64_t basis_bytes, F32x4* dots) {
+  I32x8 sum[kVectors][kHeads] = {};
+  // Behind an odd last block follow bytes of the row where the query is 0.
+  for (int64_t byte = 0; byte < basis_bytes; byte += kWideLanes) {
     for (int v = 0; v < kVectors; ++v) {
-      sum[0][v][h] = v < kFirst ? splat(0.0F) : queries.offset[h];
-      if (kDepth == 2) sum[kDepth - 1][v][h] = splat(0.0F);
-    }
-  }
-  const float* q = queries.q[0];
-  for (int64_t byte = 0; byte < basis_bytes; byte += core::kInt4BlockBytes) {
-    for (int half = 0; half < 2; ++half, q += kLanes) {
-      F32x8 codes[kVectors];
-      if (kMean) {
-        codes[0] = load(mean);  // the last block's second half may be basis bytes, where q is 0
-        mean += kLanes;
-      }
-      for (int v = 0; v < kBasis; ++v) {
-        const uint8_t* block = basis + v * basis_bytes + byte;
-        codes[kFirst + v] = half == 0 ? load_low_codes(block) : load_high_codes(block);
-      }
+      const U16x16 bytes = load_wide(basis + v * basis_bytes + byte);
+      const I16x16 low = reinterpret_cast<I16x16>(bytes & 15);
+      const I16x16 high = reinterpret_cast<I16x16>(bytes >> 4);
       for (int h = 0; h < kHeads; ++h) {
-        const F32x8 query = load(q + h * core::kMaxHeadDim);
-        for (int v = 0; v < kVectors; ++v) sum[half % kDepth][v][h] += query * codes[v];
+        const int16_t* q = queries.basis_order[h] + 2 * byte;
+        sum[v][h] += dot_pairs(low, load_wide(q)) + dot_pairs(high, load_wide(q + kWideLanes));
       }
     }
   }
+  I32x4 offset;
+  __builtin_memcpy(&offset, queries.offset, 16);
   for (int v = 0; v < kVectors; ++v) {
-    if (kDepth == 2) {
-      for (int h = 0; h < kHeads; ++h) sum[0][v][h] += sum[kDepth - 1][v][h];
-    }
-    dots[v] = sum_heads<kHeads>(sum[0][v]);
+    dots[v] = __builtin_convertvector(sum_heads<kHeads>(sum[v]) - offset, F32x4);
   }
 }
 
-// The dot products with the mean and every basis vector, as many at a time as registers hold sums.
+// What the logits of a page are made of, for each head: logit[t] = shift + sum over ranks of along * stored
+// coefficient.
+struct PageLogits {
+  alignas(16) float shift[kScoreHeads];
+  alignas(16) float along[core::kMaxRank][kScoreHeads];
+};
+
+template <int kHeads>
+inline void read_sketch(const LowRankQueries& queries, const uint8_t* summary, int rank, int64_t head_dim,
+                        const core::LowRankLayout& layout, PageLogits& logits) {
+  F32x4 dots[core::kMaxRank];
+  int r = 0;
+  for (; r + 2 <= rank; r += 2) {
+    dot_basis<kHeads, 2>(queries, summary + layout.basis + r * layout.basis_bytes, layout.basis_bytes,
+                         dots + r);
+  }
+  if (r < rank) {
+    dot_basis<kHeads, 1>(queries, summary + layout.basis + r * layout.basis_bytes, layout.basis_bytes,
+                         dots + r);
+  }
+  core::BFloat16 scales[1 + core::kMaxRank];
+  __builtin_memcpy(scales, summary + layout.scales, static_cast<size_t>(1 + rank) * sizeof(scales[0]));
+  const F32x4 unit = load4(queries.scale);
+  // Products of codes first, scales later: a scale near the largest float times a code may overflow.
+  F32x4 shift = splat4(to_float(scales[0])) *
+                (unit * dot_mean<kHeads>(queries, reinterpret_cast<const int8_t*>(summary), head_dim));
+  for (int i = 0; i < rank; ++i) {
+    const F32x4 along = splat4(to_float(scales[1 + i])) * (unit * dots[i]);
+    store4(logits.along[i], along);
+    shift -= splat4(kInt4Offset) * along;
+  }
+  store4(logits.shift, shift);
+}
+
+// The largest logit of a page into `max` and, for a log-sum-exp, the sum of exp(logit - max) into `sum`, both
+// [kScoreHeads]. kRank: the rank, or 0 for any.
 template <int kHeads, int kRank>
-inline void dot_summary(const LowRankQueries& queries, const uint8_t* summary, int rank,
-                        const core::LowRankLayout& layout, F32x4* dots) {
-  const auto* mean = reinterpret_cast<const int8_t*>(summary);
-  const uint8_t* basis = summary + layout.basis;
-  const int64_t bytes = layout.basis_bytes;
-  if constexpr (kRank == 1) {
-    dot_codes<kHeads, true, 1>(queries, mean, basis, bytes, dots);
-  } else {
-    dot_codes<kHeads, true, 2>(queries, mean, basis, bytes, dots);
-    if constexpr (kRank == 0) {
-      int done = 2;
-      for (; done + 2 <= rank; done += 2) {
-        dot_codes<kHeads, false, 2>(queries, nullptr, basis + done * bytes, bytes, dots + 1 + done);
-      }
-      if (done < rank) {
-        dot_codes<kHeads, false, 1>(queries, nullptr, basis + done * bytes, bytes, dots + 1 + done);
+inline void reduce_tokens(const PageLogits& page, const uint8_t* coefficients, int any_rank,
+                          int64_t coefficient_bytes, int64_t page_size, bool log_sum_exp, float* max,
+                          float* sum) {
+  const int rank = kRank == 0 ? any_rank : kRank;
+  alignas(64) float logits[kHeads][core::kMaxPageSize];
+  F32x8 maxima[kHeads];
+  for (int h = 0; h < kHeads; ++h) maxima[h] = splat(kNoLogit);
+  for (int64_t t = 0; t < page_size; t += core::kInt4Block) {
+    F32x8 first[kHeads] = {};
+    F32x8 last[kHeads] = {};
+    for (int r = 0; r < rank; ++r) {
+      const Int4Block codes = load_int4(coefficients + r * coefficient_bytes + t / 2);
+      for (int h = 0; h < kHeads; ++h) {
+        const F32x8 along = splat(page.along[r][h]);
+        first[h] += along * codes.first;
+        last[h] += along * codes.last;
       }
     }
+    if (t + core::kInt4Block > page_size) {  // the block's last codes are no tokens
+      const I32x8 slot = kFirstLanes + static_cast<int32_t>(t);
+      const auto end = static_cast<int32_t>(page_size);
+      for (int h = 0; h < kHeads; ++h) {
+        first[h] = select(slot < end, first[h], splat(kNoLogit));
+        last[h] = select(slot + kLanes < end, last[h], splat(kNoLogit));
+      }
+    }
+    for (int h = 0; h < kHeads; ++h) {
+      store(logits[h] + t, first[h]);
+      store(logits[h] + t + kLanes, last[h]);
+      const F32x8 larger = first[h] > last[h] ? first[h] : last[h];
+      maxima[h] = larger > maxima[h] ? larger : maxima[h];
+    }
   }
+  const F32x4 page_max = max_heads<kHeads>(maxima);
+  store4(max, load4(page.shift) + page_max);
+  if (!log_sum_exp) return;
+
+  // Logits that are all -inf are shifted by 0: -inf less -inf would be NaN.
+  alignas(16) float shift[kScoreHeads];
+  store4(shift, select4(page_max == splat4(kNoLogit), splat4(0.0F), page_max));
+  F32x8 sums[kHeads] = {};
+  for (int h = 0; h < kHeads; ++h) {
+    for (int64_t t = 0; t < page_size; t += core::kInt4Block) {
+      sums[h] += exp2_nonpositive(load(logits[h] + t) - splat(shift[h])) +
+                 exp2_nonpositive(load(logits[h] + t + kLanes) - splat(shift[h]));
+    }
+  }
+  store4(sum, sum_heads<kHeads>(sums));
 }
 
-// kRank: 1, 2, or 0 for any rank from 3. maxima, sums: [num_pages, kScoreHeads]; a page's score is ln 2 *
-// maximum + log(sum), or without the logarithm for TokenReduction::kMax, which has no sums.
+// kRank: 1, 2, or 0 for any. maxima, sums: [num_pages, kScoreHeads]; a page's score is ln 2 * maximum +
+// log(sum), or without the logarithm for TokenReduction::kMax, which has no sums.
 template <int kHeads, int kRank>
 inline void score_sketches(const SummaryChunk& chunk, const core::Scorer& scorer,
                            const LowRankQueries& queries, int64_t head_dim, int64_t page_size, float* maxima,
@@ -114,58 +196,21 @@ inline void score_sketches(const SummaryChunk& chunk, const core::Scorer& scorer
   const core::LowRankLayout layout = scorer.low_rank_layout(head_dim, page_size);
   const int rank = kRank == 0 ? scorer.rank : kRank;
   const bool log_sum_exp = scorer.token_reduction == core::TokenReduction::kLogSumExp;
-  const int64_t num_vectors = (page_size + kLanes - 1) / kLanes;
-  // Lanes of the last vector that are tokens.
-  I32x8 tail;
-  for (int i = 0; i < kLanes; ++i) tail[i] = (num_vectors - 1) * kLanes + i < page_size ? -1 : 0;
-
-  for_each_summary(chunk, [&](const uint8_t* summary, int64_t page) {
-    F32x4 dots[1 + core::kMaxRank];
-    dot_summary<kHeads, kRank>(queries, summary, rank, layout, dots);
-    core::BFloat16 scales[1 + core::kMaxRank];
-    __builtin_memcpy(scales, summary + layout.scales, static_cast<size_t>(1 + rank) * sizeof(scales[0]));
-    F32x4 shift = dots[0] * splat4(to_float(scales[0]));  // of all logits of the page
-    alignas(16) float along[core::kMaxRank][kScoreHeads];
-    for (int r = 0; r < rank; ++r) {
-      const F32x4 scaled = dots[1 + r] * splat4(to_float(scales[1 + r]));
-      store4(along[r], scaled);
-      shift -= splat4(kInt4Offset) * scaled;
+  // In two passes over a few pages: each is a long chain of dependent steps for one page, which the next page
+  // can only overlap if it comes soon.
+  constexpr int64_t kPages = 16;
+  PageLogits logits[kPages];
+  for (int64_t first = 0; first < chunk.num_pages; first += kPages) {
+    const int64_t end = first + kPages < chunk.num_pages ? first + kPages : chunk.num_pages;
+    for_each_summary(chunk, first, end, [&](const uint8_t* summary, int64_t page) {
+      read_sketch<kHeads>(queries, summary, rank, head_dim, layout, logits[page - first]);
+    });
+    for (int64_t page = first; page < end; ++page) {
+      reduce_tokens<kHeads, kRank>(logits[page - first], chunk.row(page) + layout.coefficients, rank,
+                                   layout.coefficient_bytes, page_size, log_sum_exp,
+                                   maxima + page * kScoreHeads, sums + page * kScoreHeads);
     }
-
-    alignas(64) float logits[kHeads][core::kMaxPageSize];
-    F32x8 max[kHeads];
-    for (int h = 0; h < kHeads; ++h) max[h] = splat(kNoLogit);
-    for (int64_t v = 0; v < num_vectors; ++v) {
-      F32x8 logit[kHeads];
-      for (int h = 0; h < kHeads; ++h) logit[h] = splat(0.0F);
-      for (int r = 0; r < rank; ++r) {
-        const uint8_t* block =
-            summary + layout.coefficients + r * layout.coefficient_bytes + v / 2 * core::kInt4BlockBytes;
-        const F32x8 code = v % 2 == 0 ? load_low_codes(block) : load_high_codes(block);
-        for (int h = 0; h < kHeads; ++h) logit[h] += splat(along[r][h]) * code;
-      }
-      for (int h = 0; h < kHeads; ++h) {
-        if (v + 1 == num_vectors) logit[h] = select(tail, logit[h], splat(kNoLogit));
-        store(logits[h] + v * kLanes, logit[h]);
-        max[h] = logit[h] > max[h] ? logit[h] : max[h];
-      }
-    }
-    const F32x4 page_max = max_heads<kHeads>(max);
-    store4(maxima + page * kScoreHeads, shift + page_max);
-    if (!log_sum_exp) return;
-
-    // Where every logit is -inf or NaN they are kept apart from each other by a shift of 0.
-    alignas(16) float finite_max[kScoreHeads];
-    store4(finite_max, select4(page_max == splat4(kNoLogit), splat4(0.0F), page_max));
-    F32x8 sum[kHeads];
-    for (int h = 0; h < kHeads; ++h) {
-      sum[h] = splat(0.0F);
-      for (int64_t v = 0; v < num_vectors; ++v) {
-        sum[h] += exp2_nonpositive(load(logits[h] + v * kLanes) - splat(finite_max[h]));
-      }
-    }
-    store4(sums + page * kScoreHeads, sum_heads<kHeads>(sum));
-  });
+  }
 }
 
 // scores: [num_pages rounded up to even, kScoreHeads]

@@ -80,7 +80,7 @@ inline void score_vectors(const SummaryChunk& chunk, const core::Scorer& scorer,
                           int64_t head_dim, float* scores) {
   const auto score = [&](auto* tag) {
     using Code = std::remove_pointer_t<decltype(tag)>;
-    for_each_summary(chunk, [&](const uint8_t* summary, int64_t i) {
+    for_each_summary(chunk, 0, chunk.num_pages, [&](const uint8_t* summary, int64_t i) {
       store4(scores + i * kScoreHeads, dot_vectors<kHeads, Code>(summary, scorer, features, head_dim));
     });
   };

@@ -18,19 +18,21 @@ struct SummaryChunk {
   int64_t num_pages;        // up to kScoreChunkPages
   int64_t head;
   int64_t row_bytes;
+
+  const uint8_t* row(int64_t page) const { return summaries.row(page_ids[page], head); }
 };
 
-// Calls f(summary row, index) page by page. The rows of one head lie a page stride apart, which the hardware
-// does not foresee, so they are asked for ahead.
+// Calls f(summary row, page) for pages [begin, end) of the chunk. The rows of one head lie a page stride
+// apart, which the hardware does not foresee, so they are asked for ahead.
 template <typename F>
-inline void for_each_summary(const SummaryChunk& chunk, const F& f) {
+inline void for_each_summary(const SummaryChunk& chunk, int64_t begin, int64_t end, const F& f) {
   constexpr int64_t kAhead = 8;
-  for (int64_t i = 0; i < chunk.num_pages; ++i) {
-    if (i + kAhead < chunk.num_pages) {
-      const uint8_t* row = chunk.summaries.row(chunk.page_ids[i + kAhead], chunk.head);
+  for (int64_t page = begin; page < end; ++page) {
+    if (page + kAhead < chunk.num_pages) {
+      const uint8_t* row = chunk.row(page + kAhead);
       for (int64_t offset = 0; offset < chunk.row_bytes; offset += 64) __builtin_prefetch(row + offset);
     }
-    f(chunk.summaries.row(chunk.page_ids[i], chunk.head), i);
+    f(chunk.row(page), page);
   }
 }
 
