@@ -36,7 +36,7 @@ float log_sum_exp_of_numbers(const float* scores, int64_t n) {
   F32x8 sum = splat(0.0F);
   for (int64_t i = 0; i < n; i += kLanes) {
     const F32x8 x = load_scores(scores, i, n) - splat(max);
-    sum += select(x == x, exp_nonpositive(x), splat(0.0F));
+    sum += select(x == x, exp2_nonpositive(splat(kLog2OfE) * x), splat(0.0F));
   }
   return max + log_positive(splat(horizontal_sum(sum)))[0];
 }
@@ -65,7 +65,7 @@ inline F32x8 join_shares(const float* shares, int64_t stride, int64_t num_heads,
   const F32x8 shift = select(nothing, splat(0.0F), max);
   F32x8 sum = splat(0.0F);
   for (int64_t g = 0; g < num_heads; ++g) {
-    sum += exp_nonpositive(load_scores(shares + g * stride, i, n) - shift);
+    sum += exp2_nonpositive(splat(kLog2OfE) * (load_scores(shares + g * stride, i, n) - shift));
   }
   return select(nothing & (sum == sum), splat(-kInfinity), shift + log_positive(sum));
 }

@@ -177,11 +177,12 @@ inline void reduce_tokens(const PageLogits& page, const uint8_t* coefficients, i
   // Logits that are all -inf are shifted by 0: -inf less -inf would be NaN.
   alignas(16) float shift[kScoreHeads];
   store4(shift, select4(page_max == splat4(kNoLogit), splat4(0.0F), page_max));
-  F32x8 sums[kHeads] = {};
-  for (int h = 0; h < kHeads; ++h) {
-    for (int64_t t = 0; t < page_size; t += core::kInt4Block) {
-      sums[h] += exp2_nonpositive(load(logits[h] + t) - splat(shift[h])) +
-                 exp2_nonpositive(load(logits[h] + t + kLanes) - splat(shift[h]));
+  F32x8 sums[kHeads];
+  for (int h = 0; h < kHeads; ++h) sums[h] = splat(0.0F);
+  for (int64_t t = 0; t < page_size; t += core::kInt4Block) {
+    for (int h = 0; h < kHeads; ++h) sums[h] += exp2_nonpositive(load(logits[h] + t) - splat(shift[h]));
+    for (int h = 0; h < kHeads; ++h) {
+      sums[h] += exp2_nonpositive(load(logits[h] + t + kLanes) - splat(shift[h]));
     }
   }
   store4(sum, sum_heads<kHeads>(sums));

@@ -45,9 +45,10 @@ struct Summaries {
   int code(int64_t page_id, int64_t head, int vector, int64_t d) const {
     return static_cast<int8_t>(row(page_id, head)[core::kSummaryHeaderBytes + vector * head_dim + d]);
   }
-  // What the summary says of one channel. For int8 codes the product in fp32, as the kernels take it.
+  // What the summary of a linear scorer says of one channel. For int8 codes the product in fp32, as the
+  // kernels take it.
   float number(int64_t page_id, int64_t head, int vector, int64_t d) const {
-    if (scorer->quantised) {
+    if (scorer->encoding == core::SummaryEncoding::kInt8) {
       return scale(page_id, head, vector) * static_cast<float>(code(page_id, head, vector, d));
     }
     const int64_t i = vector * head_dim + d;
@@ -90,9 +91,61 @@ inline Summaries seal(const KernelTable& kernels, const PagedProblem& problem, c
   return summaries;
 }
 
-// A full-precision summary is of the keys' own type.
+// A full-precision summary is of the keys' own type; a page has no more ranks than keys less one.
 inline bool fits(const core::Scorer& scorer, const Shape& shape) {
-  return scorer.quantised || scorer.full_type == shape.type;
+  if (scorer.encoding == core::SummaryEncoding::kFull) return scorer.full_type == shape.type;
+  return scorer.rank < shape.page_size;
+}
+
+// A low-rank summary in numbers: key t ~ mean + sum over ranks of coefficient[r][t] * basis[r].
+struct Sketch {
+  std::vector<double> mean;                       // [head_dim]
+  std::vector<std::vector<double>> basis;         // [rank][head_dim], codes
+  std::vector<std::vector<double>> coefficients;  // [rank][page_size], codes times the scale
+
+  std::vector<double> key(int64_t t) const {
+    std::vector<double> out = mean;
+    for (size_t r = 0; r < basis.size(); ++r) {
+      for (size_t d = 0; d < out.size(); ++d) out[d] += coefficients[r][t] * basis[r][d];
+    }
+    return out;
+  }
+};
+
+// Code i of int4 blocks.
+inline int int4_code(const uint8_t* blocks, int64_t i) {
+  const uint8_t byte = blocks[i / 16 * 8 + i % 8];
+  return (i % 16 < 8 ? byte & 15 : byte >> 4) - 8;
+}
+
+inline Sketch read_sketch(const Summaries& summaries, int64_t page_id, int64_t head) {
+  const core::Scorer& scorer = *summaries.scorer;
+  const int64_t basis_bytes = (summaries.head_dim + 15) / 16 * 8;
+  const int64_t coefficient_bytes = (summaries.page_size + 15) / 16 * 8;
+  const uint8_t* mean = summaries.row(page_id, head);
+  const uint8_t* basis = mean + summaries.head_dim;
+  const uint8_t* coefficients = basis + scorer.rank * basis_bytes;
+  const uint8_t* scales = coefficients + scorer.rank * coefficient_bytes;
+  const auto scale = [&](int i) {
+    uint16_t bits;
+    std::memcpy(&bits, scales + 2 * i, 2);
+    return kBFloat16.decode(bits);
+  };
+  Sketch sketch;
+  for (int64_t d = 0; d < summaries.head_dim; ++d) {
+    sketch.mean.push_back(scale(0) * static_cast<int8_t>(mean[d]));
+  }
+  for (int r = 0; r < scorer.rank; ++r) {
+    std::vector<double>& vector = sketch.basis.emplace_back();
+    for (int64_t d = 0; d < summaries.head_dim; ++d) {
+      vector.push_back(int4_code(basis + r * basis_bytes, d));
+    }
+    std::vector<double>& along = sketch.coefficients.emplace_back();
+    for (int64_t t = 0; t < summaries.page_size; ++t) {
+      along.push_back(scale(1 + r) * int4_code(coefficients + r * coefficient_bytes, t));
+    }
+  }
+  return sketch;
 }
 
 }  // namespace tinyserve::cpu::testing

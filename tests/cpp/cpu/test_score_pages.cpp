@@ -1,4 +1,5 @@
-// score_pages against the scorers' formula, applied in double precision to the numbers of the summaries.
+// score_pages and join_scores against the scorers' formula, applied in double precision to the numbers of the
+// summaries.
 #include <catch2/catch_test_macros.hpp>
 
 #include <algorithm>
@@ -17,6 +18,7 @@ using tinyserve::core::GroupReduction;
 using tinyserve::core::kScorers;
 using tinyserve::core::QueryFeature;
 using tinyserve::core::Scorer;
+using tinyserve::core::TokenReduction;
 
 namespace {
 
@@ -36,6 +38,7 @@ std::vector<float> score(const KernelTable& kernels, const PagedProblem& problem
       (width + tinyserve::core::kScoreChunkPages - 1) / tinyserve::core::kScoreChunkPages + spare_chunks;
   const int64_t num_row_heads = problem.num_rows() * shape.num_kv_heads;
   std::vector<float> scores(num_row_heads * width, kMinusInfinity);
+  std::vector<float> head_scores(num_row_heads * shape.group_size * width, std::nanf(""));
   const tinyserve::core::ScorePagesParams params{.q = problem.q,
                                                  .rows = problem.rows.data(),
                                                  .num_kv_heads = shape.num_kv_heads,
@@ -48,8 +51,10 @@ std::vector<float> score(const KernelTable& kernels, const PagedProblem& problem
                                                  .group_reduction = reduction,
                                                  .sm_scale = shape.sm_scale(),
                                                  .page_scores = scores.data(),
+                                                 .head_scores = head_scores.data(),
                                                  .row_stride = width};
   run(kernels.score_pages, params, num_row_heads * max_chunks, schedule);
+  run(kernels.join_scores, params, num_row_heads, schedule);
   return scores;
 }
 
@@ -67,14 +72,25 @@ double feature(QueryFeature which, double q) {
   return q;
 }
 
-// Score of one page for one query, and the sum of its terms' magnitudes, by which rounding is measured.
+bool exists(const Scorer& scorer, GroupReduction reduction) {
+  return scorer.linear() || reduction != GroupReduction::kMean;
+}
+
+// A score and how far rounding may take a kernel's from it.
 struct PageScore {
   double score = 0.0;
-  double magnitude = 0.0;
+  double tolerance = 0.0;
 };
 
-PageScore page_score(const Summaries& summaries, int64_t page_id, int64_t head, const std::vector<double>& q,
-                     double sm_scale) {
+double log_sum_exp(const std::vector<double>& x) {
+  const double max = *std::ranges::max_element(x);
+  double sum = 0.0;
+  for (const double one : x) sum += std::exp(one - max);
+  return max + std::log(sum);
+}
+
+PageScore linear_score(const Summaries& summaries, int64_t page_id, int64_t head,
+                       const std::vector<double>& q, double sm_scale) {
   PageScore total;
   for (int v = 0; v < summaries.scorer->num_vectors; ++v) {
     for (int64_t d = 0; d < summaries.head_dim; ++d) {
@@ -82,61 +98,134 @@ PageScore page_score(const Summaries& summaries, int64_t page_id, int64_t head, 
                           feature(summaries.scorer->vectors[v].feature, q[d]) *
                           summaries.number(page_id, head, v, d);
       total.score += term;
-      total.magnitude += std::fabs(term);
+      total.tolerance += 3e-6 * std::fabs(term);
     }
   }
   return total;
+}
+
+// The kernel rounds queries to 16 bits, which costs up to half a step per channel.
+PageScore low_rank_score(const Summaries& summaries, int64_t page_id, int64_t head,
+                         const std::vector<double>& q, double sm_scale) {
+  const Sketch sketch = read_sketch(summaries, page_id, head);
+  double largest = 0.0;
+  for (const double x : q) largest = std::max(largest, std::fabs(x));
+  const auto dot = [&](const std::vector<double>& vector) {
+    PageScore out;
+    for (size_t d = 0; d < q.size(); ++d) {
+      out.score += sm_scale * q[d] * vector[d];
+      // Stored codes are 8 more, and the 8s come off again.
+      out.tolerance += sm_scale * (0.51 / 32767.0 * largest * std::fabs(vector[d]) +
+                                   1e-6 * std::fabs(q[d]) * (std::fabs(vector[d]) + 8.0));
+    }
+    return out;
+  };
+  PageScore page = dot(sketch.mean);
+  std::vector<double> logits(static_cast<size_t>(summaries.page_size), page.score);
+  for (size_t r = 0; r < sketch.basis.size(); ++r) {
+    const PageScore along = dot(sketch.basis[r]);
+    double widest = 0.0;
+    for (size_t t = 0; t < logits.size(); ++t) {
+      logits[t] += along.score * sketch.coefficients[r][t];
+      widest = std::max(widest, std::fabs(sketch.coefficients[r][t]));
+    }
+    page.tolerance += 3.0 * widest * along.tolerance;
+  }
+  page.tolerance += 2e-6;
+  page.score = summaries.scorer->token_reduction == TokenReduction::kMax ? *std::ranges::max_element(logits)
+                                                                         : log_sum_exp(logits);
+  return page;
+}
+
+// What the scores of a group's heads [group_size][num_pages] come to.
+std::vector<PageScore> reduced(const std::vector<std::vector<PageScore>>& heads, GroupReduction reduction) {
+  std::vector<PageScore> pages(heads[0].size());
+  std::vector<double> lses;
+  double widest = 0.0;
+  for (const std::vector<PageScore>& head : heads) {
+    std::vector<double> scores;
+    for (const PageScore& page : head) {
+      scores.push_back(page.score);
+      widest = std::max(widest, page.tolerance + 1e-6 * std::fabs(page.score));
+    }
+    lses.push_back(log_sum_exp(scores));
+  }
+  for (size_t page = 0; page < pages.size(); ++page) {
+    std::vector<double> shares;
+    pages[page].score = reduction == GroupReduction::kMax ? -kInfinity : 0.0;
+    for (size_t g = 0; g < heads.size(); ++g) {
+      const PageScore& one = heads[g][page];
+      pages[page].tolerance = std::max(pages[page].tolerance, one.tolerance);
+      pages[page].score = reduction == GroupReduction::kMax
+                              ? std::max(pages[page].score, one.score)
+                              : pages[page].score + one.score / static_cast<double>(heads.size());
+      shares.push_back(one.score - lses[g]);
+    }
+    if (reduction == GroupReduction::kSoftmax) {
+      pages[page] = {.score = log_sum_exp(shares), .tolerance = 2.0 * widest + 2e-6};
+    }
+  }
+  return pages;
 }
 
 void require_scores(const std::vector<float>& actual, const PagedProblem& problem, const Summaries& summaries,
                     GroupReduction reduction) {
   const Shape& shape = problem.shape;
   const int64_t width = max_pages(problem);
+  const auto page_score = summaries.scorer->linear() ? linear_score : low_rank_score;
   for (int64_t row = 0; row < problem.num_rows(); ++row) {
     const auto [s, position] = problem.row_places[row];
     for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-      std::vector<std::vector<double>> queries;
-      for (int64_t g = 0; g < shape.group_size; ++g) {
-        queries.push_back(problem.query(row, head * shape.group_size + g));
-      }
+      std::vector<int64_t> sealed;
+      std::vector<std::vector<PageScore>> heads(shape.group_size);
+      const float* scores = actual.data() + (row * shape.num_kv_heads + head) * width;
       for (int64_t page = 0; page < width; ++page) {
-        const float got = actual[(row * shape.num_kv_heads + head) * width + page];
         const int64_t last_token = std::min(position, (page + 1) * shape.page_size - 1);
         const bool visible = page * shape.page_size <= position && problem.sees(row, last_token);
-        if (!visible || (page + 1) * shape.page_size > position + 1) {
-          const float expected = visible ? -kMinusInfinity : kMinusInfinity;
-          if (got != expected)
-            FAIL("row " << row << ", page " << page << ": " << got << ", not " << expected);
+        if (visible && (page + 1) * shape.page_size <= position + 1) {
+          sealed.push_back(page);
           continue;
         }
-        PageScore expected{.score = reduction == GroupReduction::kMax ? -kInfinity : 0.0};
-        for (const std::vector<double>& q : queries) {
-          const PageScore one =
-              page_score(summaries, problem.page_tables[s][page], head, q, shape.sm_scale());
-          expected.magnitude = std::max(expected.magnitude, one.magnitude);
-          expected.score = reduction == GroupReduction::kMax
-                               ? std::max(expected.score, one.score)
-                               : expected.score + one.score / static_cast<double>(shape.group_size);
+        const float expected = visible ? -kMinusInfinity : kMinusInfinity;
+        if (scores[page] != expected)
+          FAIL("row " << row << ", page " << page << ": " << scores[page] << ", not " << expected);
+      }
+      if (sealed.empty()) continue;
+      for (int64_t g = 0; g < shape.group_size; ++g) {
+        const std::vector<double> q = problem.query(row, head * shape.group_size + g);
+        for (const int64_t page : sealed) {
+          heads[g].push_back(page_score(summaries, problem.page_tables[s][page], head, q, shape.sm_scale()));
         }
-        if (!(std::fabs(got - expected.score) <= 3e-6 * expected.magnitude)) {
-          FAIL("row " << row << ", head " << head << ", page " << page << ": " << got << ", not "
-                      << expected.score);
+      }
+      const std::vector<PageScore> expected = reduced(heads, reduction);
+      for (size_t i = 0; i < sealed.size(); ++i) {
+        const float got = scores[sealed[i]];
+        if (!(std::fabs(got - expected[i].score) <= expected[i].tolerance)) {
+          FAIL("row " << row << ", head " << head << ", page " << sealed[i] << ": " << got << ", not "
+                      << expected[i].score << " within " << expected[i].tolerance);
         }
       }
     }
   }
 }
 
+constexpr GroupReduction kReductions[] = {GroupReduction::kMean, GroupReduction::kMax,
+                                          GroupReduction::kSoftmax};
+
 }  // namespace
 
 TEST_CASE("Scores follow the scorer's formula, open pages score inf, pages out of sight -inf") {
+  int turn = 0;
   for (const Shape& shape : covering_shapes()) {
     const PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 1);
+    ++turn;
     for (const Scorer& scorer : kScorers) {
-      if (!fits(scorer, shape)) continue;
+      // Every shape meets a quarter of the ranks.
+      if (!fits(scorer, shape) || scorer.rank % 4 != (scorer.linear() ? 0 : turn % 4)) continue;
       for (const KernelTable* kernels : targets()) {
         Summaries summaries = seal(*kernels, problem, scorer);
-        for (const GroupReduction reduction : {GroupReduction::kMean, GroupReduction::kMax}) {
+        for (const GroupReduction reduction : kReductions) {
+          if (!exists(scorer, reduction)) continue;
           CAPTURE(shape, scorer.name, kernels->target, static_cast<int>(reduction));
           require_scores(score(*kernels, problem, summaries, reduction), problem, summaries, reduction);
         }
@@ -171,14 +260,15 @@ TEST_CASE("A box score is no smaller than the logit of any key of its page") {
 
 TEST_CASE("Threads, order and the number of chunks do not change a bit of the scores") {
   // More pages than one chunk holds.
-  const Shape shape{.page_size = 1, .head_dim = 8, .group_size = 3};
-  const PagedProblem problem(shape, {{600}, {257}, {30}}, {{0, 599}, {1, 256}, {2, 29}, {0, 300}, {2, -1}},
+  const Shape shape{.page_size = 2, .head_dim = 8, .group_size = 3};
+  const PagedProblem problem(shape, {{1200}, {515}, {60}}, {{0, 1199}, {1, 514}, {2, 59}, {0, 600}, {2, -1}},
                              3);
   for (const KernelTable* kernels : targets()) {
     for (const Scorer& scorer : kScorers) {
       if (!fits(scorer, shape)) continue;
       Summaries summaries = seal(*kernels, problem, scorer);
-      for (const GroupReduction reduction : {GroupReduction::kMean, GroupReduction::kMax}) {
+      for (const GroupReduction reduction : kReductions) {
+        if (!exists(scorer, reduction)) continue;
         const std::vector<float> serial = score(*kernels, problem, summaries, reduction);
         require_scores(serial, problem, summaries, reduction);
         for (const Schedule& schedule : kOtherSchedules) {
@@ -200,7 +290,8 @@ TEST_CASE("A NaN query gives NaN scores to its own group and to no other") {
       for (const Scorer& scorer : kScorers) {
         if (!fits(scorer, shape)) continue;
         Summaries summaries = seal(*kernels, problem, scorer);
-        for (const GroupReduction reduction : {GroupReduction::kMean, GroupReduction::kMax}) {
+        for (const GroupReduction reduction : kReductions) {
+          if (!exists(scorer, reduction)) continue;
           CAPTURE(kernels->target, scorer.name, bad_head, static_cast<int>(reduction));
           const std::vector<float> scores = score(*kernels, problem, summaries, reduction);
           for (int page = 0; page < 4; ++page) {
@@ -210,5 +301,74 @@ TEST_CASE("A NaN query gives NaN scores to its own group and to no other") {
         }
       }
     }
+  }
+}
+
+TEST_CASE("Low-rank scores follow the formula for every head dim, page size and group size") {
+  for (const int64_t head_dim : {8, 24, 40, 80, 128, 248, 256}) {
+    for (const int64_t page_size : {2, 5, 16, 17, 33, 64}) {
+      const Shape shape{
+          .page_size = page_size, .head_dim = head_dim, .group_size = head_dim % 16 == 0 ? 16 : 5};
+      const PagedProblem problem(shape, {{5 * page_size}}, {{0, 5 * page_size - 1}}, 6);
+      for (const Scorer& scorer : kScorers) {
+        if (scorer.linear() || !fits(scorer, shape)) continue;
+        for (const KernelTable* kernels : targets()) {
+          CAPTURE(shape, scorer.name, kernels->target);
+          Summaries summaries = seal(*kernels, problem, scorer);
+          require_scores(score(*kernels, problem, summaries, GroupReduction::kSoftmax), problem, summaries,
+                         GroupReduction::kSoftmax);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("Joined scores of infinite and undefined head scores are those of the limits") {
+  // [head][page]; the group has two heads. More pages than a vector, and not whole vectors of them.
+  constexpr int64_t kPages = 11;
+  const auto join = [&](const KernelTable& kernels, std::vector<std::vector<float>> heads) {
+    const Shape shape{.page_size = 1, .head_dim = 8, .group_size = 2, .num_kv_heads = 1};
+    const PagedProblem problem(shape, {{kPages}}, {{0, kPages - 1}}, 7);
+    std::vector<float> scores(kPages);
+    for (std::vector<float>& head : heads) head.resize(kPages, -2.0F);
+    std::vector<float> head_scores = heads[0];
+    head_scores.insert(head_scores.end(), heads[1].begin(), heads[1].end());
+    tinyserve::core::ScorePagesParams params{};
+    params.rows = problem.rows.data();
+    params.num_kv_heads = 1;
+    params.group_size = 2;
+    params.page_size = 1;
+    params.group_reduction = GroupReduction::kSoftmax;
+    params.page_scores = scores.data();
+    params.head_scores = head_scores.data();
+    params.row_stride = kPages;
+    run(kernels.join_scores, params, 1);
+    return scores;
+  };
+  const float infinity = -kMinusInfinity;
+  const std::vector<float> nothing(kPages, kMinusInfinity);
+  for (const KernelTable* kernels : targets()) {
+    CAPTURE(kernels->target);
+    // No head has anything to give: no NaN.
+    for (const float x : join(*kernels, {nothing, nothing})) REQUIRE(x == kMinusInfinity);
+    // One head has: the score is its share alone.
+    std::vector<float> scores = join(*kernels, {nothing, {3.0F, kMinusInfinity}});
+    double total = 0.0;
+    for (int page = 0; page < kPages; ++page) total += std::exp(scores[page]);
+    REQUIRE(std::fabs(total - 1.0) < 1e-5);
+    REQUIRE(scores[1] == kMinusInfinity);
+    REQUIRE(scores[0] > scores[2]);
+    // A NaN makes its own page NaN and no other.
+    scores = join(*kernels, {{1.0F, std::nanf("")}, {1.0F}});
+    REQUIRE(std::isnan(scores[1]));
+    for (int page = 0; page < kPages; ++page) REQUIRE((page == 1 || std::isfinite(scores[page])));
+    // A page at +inf takes all of its head's share.
+    scores = join(*kernels, {{infinity}, {0.0F}});
+    REQUIRE(scores[0] > 0.0F);
+    for (int page = 1; page < kPages; ++page) REQUIRE((std::isfinite(scores[page]) && scores[page] < 0.0F));
+    // Far apart, but still told apart.
+    scores = join(*kernels, {{1e4F, -1e4F, -1.1e4F}, {1e4F, -1e4F, -1.1e4F}});
+    REQUIRE(scores[1] > scores[2]);
+    REQUIRE(std::isfinite(scores[2]));
   }
 }

@@ -1,4 +1,4 @@
-// seal_pages: what a summary promises about the keys of its page.
+// seal_pages: what a summary promises about the keys of its page (low-rank summaries: test_low_rank_fit.cpp).
 #include <catch2/catch_test_macros.hpp>
 
 #include <algorithm>
@@ -18,6 +18,7 @@ using tinyserve::core::find_scorer;
 using tinyserve::core::kScorers;
 using tinyserve::core::PageStatistic;
 using tinyserve::core::Scorer;
+using tinyserve::core::SummaryEncoding;
 
 namespace {
 
@@ -153,7 +154,8 @@ TEST_CASE("Full-precision bounds are the extreme keys themselves") {
   for (const Shape& shape : sealing_shapes()) {
     const Scorer* scorer = nullptr;
     for (const Scorer& candidate : kScorers) {
-      if (!candidate.quantised && candidate.full_type == shape.type) scorer = &candidate;
+      if (candidate.encoding == SummaryEncoding::kFull && candidate.full_type == shape.type)
+        scorer = &candidate;
     }
     REQUIRE(scorer != nullptr);
     const PagedProblem problem = full_pages(shape, 3);
@@ -173,7 +175,7 @@ TEST_CASE("Full-precision bounds are the extreme keys themselves") {
 TEST_CASE("Means and deviations lie within half a step, and the scale is no wider than needed") {
   for (const Scorer& scorer : kScorers) {
     for (const Shape& shape : sealing_shapes()) {
-      if (!scorer.quantised) continue;
+      if (scorer.encoding != SummaryEncoding::kInt8) continue;
       const PagedProblem problem = full_pages(shape, 4);
       for (const KernelTable* kernels : targets()) {
         CAPTURE(scorer.name, shape, kernels->target);
@@ -198,8 +200,9 @@ TEST_CASE("Means and deviations lie within half a step, and the scale is no wide
 
 TEST_CASE("NaN keys leave the bounds of the others, infinite keys become the largest finite number") {
   for (const Scorer& scorer : kScorers) {
-    if (scorer.vectors[0].statistic != PageStatistic::kMax) continue;
-    const ElementType type = scorer.quantised ? ElementType::kBFloat16 : scorer.full_type;
+    if (!scorer.linear() || scorer.vectors[0].statistic != PageStatistic::kMax) continue;
+    const bool quantised = scorer.encoding == SummaryEncoding::kInt8;
+    const ElementType type = quantised ? ElementType::kBFloat16 : scorer.full_type;
     const Shape shape{.type = type, .page_size = 7, .head_dim = 8, .num_kv_heads = 1};
     PagedProblem problem(shape, {{7}}, {{0, 6}}, 5);
     const int32_t page_id = problem.page_tables[0][0];
@@ -214,7 +217,7 @@ TEST_CASE("NaN keys leave the bounds of the others, infinite keys become the lar
       problem.set_key(0, 0, 3, 2, 4.0);
       problem.set_key(0, 0, 4, 3, 5.0);
       const Summaries finite = seal(*kernels, problem, scorer);
-      const float scale = scorer.quantised ? finite.scale(page_id, 0, 0) : 0.0F;
+      const float scale = quantised ? finite.scale(page_id, 0, 0) : 0.0F;
       REQUIRE(finite.number(page_id, 0, 0, 0) >= 6.0F);
       REQUIRE(finite.number(page_id, 0, 0, 0) <= 6.0F + scale);
       REQUIRE(finite.number(page_id, 0, 1, 0) <= 2.0F);
@@ -225,30 +228,31 @@ TEST_CASE("NaN keys leave the bounds of the others, infinite keys become the lar
       problem.set_key(0, 0, 3, 2, kInfinity);
       problem.set_key(0, 0, 4, 3, -kInfinity);
       const Summaries clamped = seal(*kernels, problem, scorer);
-      const double largest = scorer.quantised ? kLargest : within(type, kInfinity);
+      const double largest = quantised ? kLargest : within(type, kInfinity);
       REQUIRE(clamped.number(page_id, 0, 0, 2) >= largest);
       REQUIRE(clamped.number(page_id, 0, 1, 3) <= -largest);
-      if (!scorer.quantised) REQUIRE(std::isfinite(clamped.number(page_id, 0, 0, 2)));
+      if (!quantised) REQUIRE(std::isfinite(clamped.number(page_id, 0, 0, 2)));
     }
   }
 }
 
 TEST_CASE("The header, the rest of the last 16 bytes and other pages' rows hold no stray bytes") {
   for (const Scorer& scorer : kScorers) {
-    Shape shape{
-        .type = scorer.quantised ? ElementType::kFloat32 : scorer.full_type, .page_size = 7, .head_dim = 40};
+    if (!scorer.linear()) continue;
+    const bool quantised = scorer.encoding == SummaryEncoding::kInt8;
+    Shape shape{.type = quantised ? ElementType::kFloat32 : scorer.full_type, .page_size = 7, .head_dim = 40};
     const PagedProblem problem = full_pages(shape, 6);
     const std::vector<int32_t> ids = full_page_ids(problem);
     for (const KernelTable* kernels : targets()) {
       CAPTURE(scorer.name, kernels->target);
       const Summaries summaries = seal(*kernels, problem, scorer);
-      const int64_t header = scorer.quantised ? 16 : 0;
+      const int64_t header = quantised ? 16 : 0;
       const int64_t used = header + scorer.num_vectors * shape.head_dim * scorer.code_bytes();
       for (int32_t page_id = 0; page_id < problem.num_pages; ++page_id) {
         const bool sealed = std::ranges::find(ids, page_id) != ids.end();
         for (int64_t i = 0; i < summaries.row_bytes(); ++i) {
           const uint8_t byte = summaries.row(page_id, 1)[i];
-          const bool filler = i >= used || (scorer.quantised && i >= 4 * scorer.num_vectors && i < header);
+          const bool filler = i >= used || (quantised && i >= 4 * scorer.num_vectors && i < header);
           if (sealed && filler && byte != 0) FAIL("filler byte " << i << " is " << int{byte});
           if (!sealed && byte != kUntouched) FAIL("page " << page_id << " was not to be sealed");
         }
@@ -260,7 +264,7 @@ TEST_CASE("The header, the rest of the last 16 bytes and other pages' rows hold 
 TEST_CASE("Layout, schedule and CPU target do not change the bits of bounds") {
   for (Shape shape : sealing_shapes()) {
     for (const Scorer& scorer : kScorers) {
-      if (!fits(scorer, shape)) continue;
+      if (!scorer.linear() || !fits(scorer, shape)) continue;
       shape.channel_major = false;
       const PagedProblem token_major = full_pages(shape, 7);
       shape.channel_major = true;
