@@ -19,6 +19,7 @@ from tinyserve_ops._runtime import PageAllocator
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.layer_pool import LayerPool
+from tinyserve_ops.scorers import resolve
 
 __all__ = ["LayerPool", "PageGroup", "PagePool"]
 
@@ -181,7 +182,7 @@ class PagePool:
         self.page_size = config.page_size
         self.dtype = dtype
         self.device = _device_with_kernels(device)
-        self.scorer = config.scorer
+        self.scorer = resolve(config.scorer, dtype)
         self.max_kv_bytes = config.max_kv_bytes
         self.layer_groups = _check_groups(layer_groups, num_layers)
         self.growable = self.device.type == "cpu" if growable is None else growable
@@ -295,8 +296,8 @@ class PagePool:
                 shape,
             ),
             "config.page_size": (self.page_size, config.page_size),
-            "config.scorer": (self.scorer, config.scorer),
             "dtype": (self.dtype, dtype),
+            "config.scorer": (self.scorer, resolve(config.scorer, dtype)),
             "device": (self.device, torch.device(device)),
         }
         if layer_groups is not None:

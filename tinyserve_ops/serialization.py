@@ -20,6 +20,7 @@ import numpy
 import torch
 
 from tinyserve_ops import ops
+from tinyserve_ops.scorers import resolve
 
 if TYPE_CHECKING:
     from tinyserve_ops.cache import PagedKVCache
@@ -122,7 +123,7 @@ def _description(cache: PagedKVCache) -> dict[str, Any]:
         "page_size": cache.config.page_size,
         "layout": LAYOUT,
         "kv_dtype": str(cache.dtype).removeprefix("torch."),
-        "scorer": cache.config.scorer,
+        "scorer": resolve(cache.config.scorer, cache.dtype),
         "layer_groups": [list(group) for group in cache.layer_groups],
     }
 

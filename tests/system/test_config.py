@@ -57,6 +57,21 @@ def test_a_config_survives_json_and_compares_equal():
     assert len({config, SparseConfig.from_json(config.to_json())}) == 1
 
 
+def test_a_low_rank_config_survives_json_with_its_default_group_reduction():
+    config = SparseConfig(scorer="low_rank")
+    assert config.group_reduction is None
+    assert config.to_dict()["group_reduction"] is None
+    assert SparseConfig.from_json(config.to_json()) == config
+    assert config.op_group_reduction == "softmax"
+    assert config.replace(scorer="bounds").op_group_reduction == "mean"
+    assert config.replace(group_reduction="max").op_group_reduction == "max"
+
+
+@pytest.mark.parametrize("scorer", ["low_rank_1", "low_rank_8", "low_rank_max", "low_rank_max_4"])
+def test_low_rank_scorers_are_named_with_or_without_a_rank(scorer):
+    assert SparseConfig(scorer=scorer).scorer == scorer
+
+
 def test_replace_validates_and_switches_the_kind_of_budget():
     config = SparseConfig(token_budget=256).replace(keep_ratio=0.5)
     assert config.token_budget is None
@@ -90,7 +105,13 @@ def test_a_config_is_frozen():
         ({"dense_layers": -1}, ValueError, "dense_layers"),
         ({"scorer": "best"}, ValueError, "scorer.*bounds"),
         ({"scorer": 3}, TypeError, "scorer"),
+        ({"scorer": "low_rank_9"}, ValueError, "scorer.*low_rank_1 to low_rank_8"),
+        ({"scorer": "bounds_full_fp16"}, ValueError, "scorer.*bounds_full"),
+        ({"scorer": "low_rank", "page_size": 2, "token_budget": 64}, ValueError, "scorer.*at most.*1"),
+        ({"scorer": "low_rank_1", "page_size": 1, "token_budget": 64}, ValueError, "scorer.*at most.*0"),
         ({"group_reduction": "sum"}, ValueError, "group_reduction"),
+        ({"group_reduction": 3}, TypeError, "group_reduction"),
+        ({"group_reduction": "mean", "scorer": "low_rank"}, ValueError, "group_reduction.*max, softmax"),
         ({"kv_dtype": "int4"}, ValueError, "kv_dtype"),
         ({"max_kv_bytes": 0}, ValueError, "max_kv_bytes"),
         ({"record_selection": 1}, TypeError, "record_selection"),
