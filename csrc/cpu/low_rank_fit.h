@@ -13,8 +13,8 @@ namespace {
 inline constexpr int kNumPowerIterations = 2;
 inline constexpr float kMaxMeanCode = 127.0F;
 inline constexpr float kMaxInt4Code = 7.0F;
-// Keys are scaled to [1, 2) first; a residual below this is rounding noise of the mean.
-inline constexpr float kNoise = 0x1p-20F;
+// The largest key is scaled to [1, 2) first; residuals shorter than this may be rounding noise of the mean.
+inline constexpr float kNoise = 0x1p-16F;
 inline constexpr float kLargestFloat = 3.40282347e+38F;
 
 inline F32x8 absolute(F32x8 x) { return select(x < splat(0.0F), -x, x); }

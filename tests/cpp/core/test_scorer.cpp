@@ -99,5 +99,5 @@ TEST_CASE("Summary sizes are those of the stored format") {
   REQUIRE(find_scorer("low_rank_1")->summary_bytes(64, 16) == 112);
   REQUIRE(find_scorer("low_rank_2")->summary_bytes(64, 16) == 160);
   REQUIRE(find_scorer("low_rank_2")->summary_bytes(128, 16) == 288);
-  REQUIRE(find_scorer("low_rank_max_4")->summary_bytes(40, 33) == 240);
+  REQUIRE(find_scorer("low_rank_max_4")->summary_bytes(40, 33) == 256);
 }
