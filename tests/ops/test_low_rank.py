@@ -13,9 +13,6 @@ from tinyserve_ops import testing
 from tinyserve_ops.scorers import RANKS, summary_bytes
 from tinyserve_ops.testing import Batch, Implementation, assert_close, assert_same_bits, make_batch
 
-# The compiled ops round queries to 16 bits before they multiply them with codes.
-QUERY_ROUNDING = 3e-4
-
 SHAPES = [(2, 8), (5, 24), (16, 64), (16, 80), (16, 128), (64, 256), (33, 40)]  # page_size, head_dim
 
 
@@ -140,7 +137,9 @@ def test_scores_equal_float64_for_every_rank(impl: Implementation, scorer: str, 
     for name in (scorer, scorer.replace("rank", "rank_max")):
         batch = sealed(impl, [0, 15, 16, 100], [1, 1, 3, 1], num_heads=6, scorer=name)
         batch.group_reduction = group_reduction
-        assert_close(batch.run(impl.ops.score_pages), testing.score_oracle(batch), atol=QUERY_ROUNDING)
+        assert_close(
+            batch.run(impl.ops.score_pages), testing.score_oracle(batch), atol=testing.score_tolerance(batch)
+        )
 
 
 @pytest.mark.parametrize(("page_size", "head_dim"), SHAPES)
@@ -156,7 +155,11 @@ def test_scores_equal_float64_for_every_shape(impl: Implementation, page_size: i
                 dtype=dtype,
                 num_heads=6,
             )
-            assert_close(batch.run(impl.ops.score_pages), testing.score_oracle(batch), atol=QUERY_ROUNDING)
+            assert_close(
+                batch.run(impl.ops.score_pages),
+                testing.score_oracle(batch),
+                atol=testing.score_tolerance(batch),
+            )
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 7, 9, 16])
@@ -164,14 +167,16 @@ def test_scores_equal_float64_for_every_group_size(impl: Implementation, group_s
     batch = sealed(impl, [300], num_heads=2 * group_size, num_kv_heads=2, scorer="low_rank")
     for group_reduction in ("max", "softmax"):
         batch.group_reduction = group_reduction
-        assert_close(batch.run(impl.ops.score_pages), testing.score_oracle(batch), atol=QUERY_ROUNDING)
+        assert_close(
+            batch.run(impl.ops.score_pages), testing.score_oracle(batch), atol=testing.score_tolerance(batch)
+        )
 
 
 @pytest.mark.parametrize("window", [1, 17, 40])
 def test_the_softmax_runs_over_the_pages_in_the_window(impl: Implementation, window: int) -> None:
     batch = sealed(impl, [15, 47, 100], [2, 1, 1], scorer="low_rank", window=window)
     scores = batch.run(impl.ops.score_pages)
-    assert_close(scores, testing.score_oracle(batch), atol=QUERY_ROUNDING)
+    assert_close(scores, testing.score_oracle(batch), atol=testing.score_tolerance(batch))
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -313,7 +318,7 @@ def test_extreme_magnitudes_give_finite_scores_and_the_right_ranking(
     batch.sm_scale = 0.125 / magnitude
     scores = batch.run(impl.ops.score_pages)
     assert scores[0, 0, :4].isfinite().all()
-    assert_close(scores, testing.score_oracle(batch), atol=QUERY_ROUNDING)
+    assert_close(scores, testing.score_oracle(batch), atol=testing.score_tolerance(batch))
 
 
 def test_pages_of_one_outlier_among_equal_keys_and_of_repeated_keys_are_restored(

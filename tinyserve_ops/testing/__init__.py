@@ -9,7 +9,13 @@ from __future__ import annotations
 from tinyserve_ops.testing.batches import LAYOUTS, Batch, make_batch, make_pools
 from tinyserve_ops.testing.compare import assert_close, assert_refused, assert_same_bits, tolerance
 from tinyserve_ops.testing.implementations import IMPLEMENTATION_NAMES, Implementation, get_implementation
-from tinyserve_ops.testing.oracle import attention_oracle, read_low_rank, read_summary, score_oracle
+from tinyserve_ops.testing.oracle import (
+    attention_oracle,
+    read_low_rank,
+    read_summary,
+    score_oracle,
+    score_tolerance,
+)
 from tinyserve_ops.testing.views import fused_views, strided_views
 
 __all__ = [
@@ -28,6 +34,7 @@ __all__ = [
     "read_low_rank",
     "read_summary",
     "score_oracle",
+    "score_tolerance",
     "strided_views",
     "tolerance",
 ]
