@@ -54,6 +54,16 @@ inline void page_logits(const float* q, const core::PagePoolView& pool, const T*
   }
 }
 
+// Folds the scales of int8 keys into the logits, of int8 values into the probabilities: [first, end) slots of
+// one page, for every head of the block.
+template <int kHeads>
+inline void multiply_by_scales(const float* scales, int64_t first_slot, int64_t end_slot, float* slots,
+                               int64_t stride) {
+  for (int g = 0; g < kHeads; ++g) {
+    for (int64_t t = first_slot; t < end_slot; ++t) slots[g * stride + t] *= scales[t];
+  }
+}
+
 float log_sum_exp(const float* logits, int64_t n, float* scratch) {
   __builtin_memcpy(scratch, logits, static_cast<size_t>(n) * sizeof(float));
   const float max = maximum(logits, n);
@@ -99,6 +109,10 @@ void attend_chunk(const core::AttendPagesParams& params, const ChunkItem& item, 
                      block_bytes);
       page_logits<kHeads>(q, params.k_pages, params.k_pages.page<T>(page.page_id, item.head),
                           params.page_size, head_dim, page_begin, stride);
+      if constexpr (std::is_same_v<T, int8_t>) {
+        multiply_by_scales<kHeads>(params.k_pages.token_scales(page.page_id, item.head), page.first_slot,
+                                   page.end_slot, page_begin, stride);
+      }
       for (int g = 0; g < kHeads; ++g) {
         float* page_logit = page_begin + g * stride;
         for (int64_t t = 0; t < page.first_slot; ++t) page_logit[t] = kMinusInfinity;
@@ -120,6 +134,10 @@ void attend_chunk(const core::AttendPagesParams& params, const ChunkItem& item, 
       const ChunkPage& page = pages[i];
       if (i + 1 < num_pages)
         prefetch_block(params.v_pages.page<T>(pages[i + 1].page_id, item.head), block_bytes);
+      if constexpr (std::is_same_v<T, int8_t>) {
+        multiply_by_scales<kHeads>(params.v_pages.token_scales(page.page_id, item.head), page.first_slot,
+                                   page.end_slot, logits + i * slots, stride);
+      }
       accumulate_values<kHeads>(logits + i * slots, stride, params.v_pages.page<T>(page.page_id, item.head),
                                 params.v_pages.token_stride, page.first_slot, page.end_slot, head_dim,
                                 block_acc);
@@ -164,7 +182,7 @@ void attend_pages(const core::AttendPagesParams& params, int64_t begin, int64_t 
           .first_slot = first > params.page_size ? params.page_size : (first > 0 ? first : 0),
           .end_slot = last < params.page_size ? last : params.page_size};
     }
-    dispatch_element(params.k_pages.type, [&](auto* tag) {
+    dispatch_page_element(params.k_pages.type, [&](auto* tag) {
       attend_chunk<std::remove_pointer_t<decltype(tag)>>(params, item, pages, list_end - list_begin,
                                                          partial_of(params, row_head, item.chunk));
     });
