@@ -105,7 +105,7 @@ inline Attention attend(const KernelTable& kernels, const PagedProblem& problem,
   const int64_t max_chunks =
       std::max<int64_t>(1, (width + core::kChunkPages - 1) / core::kChunkPages) + spare_chunks;
   const int64_t num_heads = problem.num_rows() * shape.num_heads();
-  Attention result{.out = Elements(shape.type, num_heads * shape.head_dim),
+  Attention result{.out = Elements(shape.query_type(), num_heads * shape.head_dim),
                    .lse = std::vector<float>(num_heads, static_cast<float>(kNan)),
                    .page_lse = {}};
   if (with_page_lse) result.page_lse.assign(num_heads * width, -static_cast<float>(kInfinity));
