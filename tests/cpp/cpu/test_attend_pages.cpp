@@ -1,4 +1,4 @@
-// attend_pages and merge_chunks against attention's definition, and against each other where the result may
+// attend_pages against attention's definition, and against each other where the result may
 // not depend on the way it was come by.
 #include <catch2/catch_test_macros.hpp>
 
