@@ -48,9 +48,11 @@ GROUP_REDUCTIONS = ("mean", "max", "softmax")
 _CODES_PER_BLOCK = 16  # int4 codes come in blocks of 16, 8 bytes each
 _HEADER_BYTES = 16  # room for one fp32 scale per vector, and keeps the codes aligned
 _ROW_ALIGNMENT = 16
-_KV_DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
+# Key types that a full-precision summary can be of, and how its op name ends; int8 pages have none.
+_FULL_DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 )
+_KV_DTYPES = (*_FULL_DTYPES, torch.int8)
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,11 @@ def resolve(scorer: str, kv_dtype: torch.dtype | str | None = None) -> str:
         scorer: a name of `SCORERS`, a low-rank name with its rank ("low_rank_4"), or a name that this
             function returned before.
         kv_dtype: element type of the key pages, as a torch dtype or its name ("float32", "float16",
-            "bfloat16"). May be None where the scorer's summary does not depend on it.
+            "bfloat16", "int8"). May be None where the scorer's summary does not depend on it.
 
     Raises:
-        ValueError: an unknown scorer, an unsupported `kv_dtype`, or a resolved name of another dtype.
+        ValueError: an unknown scorer, an unsupported `kv_dtype`, a full-precision scorer for int8 pages, or a
+            resolved name of another dtype.
         TypeError: `scorer` is not a string.
     """
     found, named_dtype = find_op_scorer(scorer, allow_public=True)
@@ -133,11 +136,15 @@ def resolve(scorer: str, kv_dtype: torch.dtype | str | None = None) -> str:
     dtype = named_dtype if kv_dtype is None else _as_kv_dtype(kv_dtype)
     if dtype is None:
         raise ValueError(f"kv_dtype: expected {_kv_dtype_names()} for scorer {scorer!r}, got None")
+    if dtype not in _FULL_DTYPES:
+        raise ValueError(
+            f"scorer: expected 'bounds' or another with int8 summaries for {dtype} pages, got {scorer!r}"
+        )
     if named_dtype not in (None, dtype):
         raise ValueError(
-            f"scorer: expected {found.name}_{_KV_DTYPES[dtype]} for kv_dtype {dtype}, got {scorer!r}"
+            f"scorer: expected {found.name}_{_FULL_DTYPES[dtype]} for kv_dtype {dtype}, got {scorer!r}"
         )
-    return f"{found.name}_{_KV_DTYPES[dtype]}"
+    return f"{found.name}_{_FULL_DTYPES[dtype]}"
 
 
 def summary_bytes(
@@ -173,7 +180,7 @@ def op_scorers() -> tuple[str, ...]:
     names: list[str] = []
     for scorer in SCORERS.values():
         if scorer.encoding == "full":
-            names += [resolve(scorer.name, dtype) for dtype in _KV_DTYPES]
+            names += [resolve(scorer.name, dtype) for dtype in _FULL_DTYPES]
         elif scorer.encoding == "low_rank":
             names += [f"{scorer.name}_{rank}" for rank in RANKS]
         else:
@@ -196,7 +203,7 @@ def find_op_scorer(scorer: str, *, allow_public: bool = False) -> tuple[Scorer, 
     stem, _, suffix = scorer.rpartition("_")
     base = SCORERS.get(stem)
     if base is not None and base.encoding == "full":
-        for dtype, short_name in _KV_DTYPES.items():
+        for dtype, short_name in _FULL_DTYPES.items():
             if suffix == short_name:
                 return base, dtype
     if base is not None and base.encoding == "low_rank":

@@ -17,7 +17,6 @@ const KernelTable kKernels = {
     .join_scores = join_scores,
     .select_pages = select_pages,
     .attend_pages = attend_pages,
-    .merge_chunks = merge_chunks,
     .merge_states = merge_states,
     .prefill_attention = prefill_attention,
 };

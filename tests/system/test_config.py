@@ -113,6 +113,7 @@ def test_a_config_is_frozen():
         ({"group_reduction": 3}, TypeError, "group_reduction"),
         ({"group_reduction": "mean", "scorer": "low_rank"}, ValueError, "group_reduction.*max, softmax"),
         ({"kv_dtype": "int4"}, ValueError, "kv_dtype"),
+        ({"kv_dtype": "int8", "scorer": "bounds_full"}, ValueError, "scorer: expected 'bounds'.*bounds_full"),
         ({"max_kv_bytes": 0}, ValueError, "max_kv_bytes"),
         ({"record_selection": 1}, TypeError, "record_selection"),
     ],
