@@ -1,6 +1,6 @@
 # Every task of the project, one target each. `make demo` and `make test` do all set-up on a fresh machine; what was
 # done is remembered by marker files in the environment, so that a second run starts at once.
-#   make demo DEMO_ARGS="--context 8192"    make bench BENCH_ARGS="..."    make test PYTEST_ARGS="-k append"
+#   make demo DEMO_ARGS="--context 8192"    make bench BENCH_OPS_ARGS="--quick"    make test PYTEST_ARGS="-k append"
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -9,6 +9,7 @@ VENV ?= .venv
 VENV4 ?= .venv-transformers4
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+BENCH_OPS_ARGS ?=
 PYTEST_ARGS ?=
 TESTS4 ?= tests/system
 
@@ -82,7 +83,9 @@ native: $(VENV)/.demo
 demo: build
 	@python -m tinyserve demo $(DEMO_ARGS)
 
+# The ops first (records, plots and goals in build/bench), then whole models.
 bench: build
+	@python -m benchmarks.ops $(BENCH_OPS_ARGS)
 	@python benchmarks/bench_generate.py $(BENCH_ARGS)
 
 # ---- Tests and checks -----------------------------------------------------------------------------------------------
