@@ -389,15 +389,17 @@ class PagedKVCache:
         return torch.from_numpy(allocator.page_ids(record.ids[group], 0)[:num_pages]).to(self.device)
 
     def dense(self, layer_idx: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a sequence, fresh [num_kv_heads, length, head_dim] in the pages' dtype."""
+        """Keys and values of a sequence, fresh [num_kv_heads, length, head_dim] in the pages' dtype; those of
+        int8 pages in fp32, scale * code.
+        """
         if not 0 <= layer_idx < self.num_layers:
             raise ValueError(f"layer_idx: expected 0 to {self.num_layers - 1}, got {layer_idx}")
         pool = self.pool.layers[layer_idx]
         page_ids = self.page_ids(seq, self.group_of_layer[layer_idx])
         with torch.no_grad():
-            k, v, *_ = ops.gather_pages(
-                page_ids, pool.k_pages, pool.v_pages, pool.k_scales, pool.v_scales, None
-            )
+            k, v, k_scales, v_scales, _ = ops.gather_pages(page_ids, *pool.parts[:-1], None)
+            if pool.dtype == torch.int8:
+                k, v = k_scales[..., None] * k, v_scales[..., None] * v
             shape = (self.num_kv_heads, page_ids.numel() * self.config.page_size, self.head_dim)
             length = self.length(seq)
             return k.transpose(0, 1).reshape(shape)[:, :length], v.transpose(0, 1).reshape(shape)[:, :length]

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from tinyserve_ops.scorers import GROUP_REDUCTIONS, SCORERS
+from tinyserve_ops.scorers import GROUP_REDUCTIONS, SCORERS, resolve
 
 __all__ = ["KV_DTYPES", "SparseConfig"]
 
-KV_DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = ("float32", "float16", "bfloat16", "int8")
 DEFAULT_TOKEN_BUDGET = 2048
 
 # A ratio typed as a decimal means that decimal: ceil(0.07 * 100) is 7, while binary floating point says 8.
@@ -42,14 +42,16 @@ class SparseConfig:
             page_size` pages.
         keep_ratio: fraction of the sequence's pages that is KEPT, in (0, 1]; rounded up, at least the forced
             pages.
-        scorer: how pages are ranked: "bounds" (int8 box), "bounds_full" (box in the KV type), "mean",
-            "mean_std", "bounds_mean".
+        scorer: how pages are ranked: "bounds" (int8 box), "bounds_full" (box in the KV type, not with
+            int8), "mean", "mean_std", "bounds_mean".
         group_reduction: how the query heads of one kv head share a page list: "mean" or "max".
         num_sink_pages: first pages, always attended.
         num_recent_pages: last pages, always attended; the open page counts, so at least 1.
         dense_layers: layers with an index below this one attend to everything.
-        kv_dtype: "float32", "float16", "bfloat16", or None for the model's own type.
-        max_kv_bytes: cap of the pool (K, V and summaries of all layers); None lets a CPU pool grow freely.
+        kv_dtype: "float32", "float16", "bfloat16", "int8" (with one fp32 scale per token and kv head), or
+            None for the model's own type.
+        max_kv_bytes: cap of the pool (K, V, scales and summaries of all layers); None lets a CPU pool grow
+            freely.
         record_selection: keep the selected pages of every decode step (`PagedKVCache.selection_history`).
 
     Raises:
@@ -79,6 +81,7 @@ class SparseConfig:
         _check_choice("group_reduction", self.group_reduction, GROUP_REDUCTIONS)
         if self.kv_dtype is not None:
             _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+            resolve(self.scorer, self.kv_dtype)
         if self.max_kv_bytes is not None:
             _check_int("max_kv_bytes", self.max_kv_bytes, 1)
         if not isinstance(self.record_selection, bool):

@@ -1,4 +1,4 @@
-"""`LayerPool`: the tensors that hold the KV pages and page summaries of one layer.
+"""`LayerPool`: the tensors that hold the KV pages, their scales and page summaries of one layer.
 
 Allocated and never filled: a page costs physical memory once it is written. Growing replaces the tensors, so
 nobody keeps them across forwards (a compiled step does, and the pool does not grow meanwhile).
@@ -13,10 +13,19 @@ import torch
 
 from tinyserve_ops import scorers
 
-__all__ = ["LayerPool"]
+__all__ = ["LayerPool", "kv_bytes_per_token"]
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
+
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+
+
+def kv_bytes_per_token(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of K and V of one token and one kv head in pages of `dtype`: int8 rows have an fp32 scale."""
+    scale_bytes = torch.float32.itemsize if dtype == torch.int8 else 0
+    return 2 * (head_dim * dtype.itemsize + scale_bytes)
 
 
 class LayerPool:
@@ -26,7 +35,7 @@ class LayerPool:
         k_pages, v_pages: [num_pages, num_kv_heads, page_size, head_dim]. On the CPU K is stored channel-major
             (the token stride is 1), which turns q.K of a page into whole vectors of tokens; V and everything
             on CUDA is token-major.
-        k_scales, v_scales: None, or fp32 [num_pages, num_kv_heads, page_size] beside integer pages.
+        k_scales, v_scales: fp32 [num_pages, num_kv_heads, page_size] beside int8 pages, else None.
         page_summary: uint8 [num_pages, num_kv_heads, summary_bytes].
         scorer: the scorer under the name the ops know it by.
     """
@@ -51,9 +60,7 @@ class LayerPool:
         self.channel_major = channel_major
         self.scorer = scorers.resolve(scorer, dtype)
         self.summary_bytes = scorers.summary_bytes(scorer, head_dim, dtype)
-        self.k_scales: torch.Tensor | None = None
-        self.v_scales: torch.Tensor | None = None
-        self.k_pages, self.v_pages, self.page_summary = self._allocate(num_pages)
+        self._take(self._allocate(num_pages))
 
     @property
     def num_pages(self) -> int:
@@ -62,22 +69,30 @@ class LayerPool:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token and one kv head."""
-        return 2 * self.head_dim * self.v_pages.element_size()
+        return kv_bytes_per_token(self.head_dim, self.dtype)
+
+    @property
+    def parts(self) -> Parts:
+        """k_pages, v_pages, k_scales, v_scales, page_summary: the order of the ops that move pages."""
+        return self.k_pages, self.v_pages, self.k_scales, self.v_scales, self.page_summary
 
     @property
     def bytes_per_page(self) -> int:
-        """K, V and summary of one page, all heads."""
+        """K, V, scales and summary of one page, all heads."""
         return self.num_kv_heads * (self.page_size * self.kv_bytes_per_token + self.summary_bytes)
 
     def grow(self, num_pages: int, num_live: int) -> None:
         """Reallocates for `num_pages` pages and copies the first `num_live` ones."""
-        old = (self.k_pages, self.v_pages, self.page_summary)
         new = self._allocate(num_pages)
-        for source, target in zip(old, new, strict=True):
-            target[:num_live].copy_(source[:num_live])
-        self.k_pages, self.v_pages, self.page_summary = new
+        for source, target in zip(self.parts, new, strict=True):
+            if source is not None and target is not None:
+                target[:num_live].copy_(source[:num_live])
+        self._take(new)
 
-    def _allocate(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _take(self, parts: Parts) -> None:
+        self.k_pages, self.v_pages, self.k_scales, self.v_scales, self.page_summary = parts
+
+    def _allocate(self, num_pages: int) -> Parts:
         # Uninitialised on purpose: pages cost physical memory only once they are written. Outside inference
         # mode, or a cache made under it could never be written from normal mode.
         shape = (num_pages, self.num_kv_heads, self.page_size, self.head_dim)
@@ -91,10 +106,16 @@ class LayerPool:
             v_pages = torch.empty(shape, dtype=self.dtype, device=self.device)
             summary_shape = (num_pages, self.num_kv_heads, self.summary_bytes)
             page_summary = torch.empty(summary_shape, dtype=torch.uint8, device=self.device)
-            for tensor in (k_storage, v_pages, page_summary):
-                _ask_for_huge_pages(tensor)
+            k_scales = v_scales = None
+            if self.dtype == torch.int8:
+                k_scales, v_scales = (
+                    torch.empty(shape[:3], dtype=torch.float32, device=self.device) for _ in range(2)
+                )
+            for tensor in (k_storage, v_pages, k_scales, v_scales, page_summary):
+                if tensor is not None:
+                    _ask_for_huge_pages(tensor)
             k_pages = k_storage.transpose(2, 3) if self.channel_major else k_storage
-        return k_pages, v_pages, page_summary
+        return k_pages, v_pages, k_scales, v_scales, page_summary
 
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tinyserve_ops import scorers
 from tinyserve_ops.config import SparseConfig
+from tinyserve_ops.layer_pool import kv_bytes_per_token
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
@@ -18,7 +19,7 @@ class MemoryEstimate:
     """Bytes for `batch` sequences of `length` tokens each.
 
     Attributes:
-        kv_bytes: K and V in pages, the last page of each sequence rounded up.
+        kv_bytes: K and V in pages (and the scales of int8 pages), the last page of each sequence rounded up.
         summary_bytes: page summaries.
         page_table_bytes: page tables.
         total_bytes: sum of the three above.
@@ -94,11 +95,11 @@ def estimate_memory(
         _optional(text_config, "head_dim") or _number(text_config, "hidden_size", "n_embd") // num_heads
     )
     model_dtype = _dtype(dtype, model_or_config, text_config)
-    kv_dtype = model_dtype if sparse.kv_dtype is None else _as_dtype("kv_dtype", sparse.kv_dtype)
+    kv_dtype: torch.dtype = model_dtype if sparse.kv_dtype is None else getattr(torch, sparse.kv_dtype)
 
     num_pages = -(-length // sparse.page_size)
     rows = batch * num_layers * num_kv_heads  # K rows, V rows and summaries come once for each of these
-    token_bytes = 2 * head_dim * kv_dtype.itemsize
+    token_bytes = kv_bytes_per_token(head_dim, kv_dtype)
     summary_row = scorers.summary_bytes(sparse.scorer, head_dim, kv_dtype)
     kv_bytes = rows * num_pages * sparse.page_size * token_bytes
     summary_bytes = rows * num_pages * summary_row

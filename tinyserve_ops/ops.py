@@ -12,13 +12,13 @@ Shapes and conventions shared by all (S = page_size, D = head_dim):
 - `seq_lens` int32 [batch]: stored length of each sequence BEFORE its new tokens. New token i sits at position
   seq_lens + i; a negative position is a padding slot: never stored, output 0, lse -inf. No op changes it.
 - `page_table` int32 [batch, max_pages]: page id of each logical page, -1 where none.
-- `k_pages`/`v_pages` [num_pages, num_kv_heads, S, D]: the pool. Keys token-major (stride 1 over D) or
-  channel-major (stride 1 over S); values token-major. Page and head strides are free.
+- `k_pages`/`v_pages` [num_pages, num_kv_heads, S, D]: the pool; fp32, fp16, bf16 or int8. Keys token-major
+  (stride 1 over D) or channel-major (stride 1 over S); values token-major. Page and head strides are free.
 - `page_summary` uint8 [num_pages, num_kv_heads, summary_bytes]: what the scorer keeps of a full page
   (`tinyserve_ops.scorers`).
 - `window`: a row sees positions (p - window, p]; -1 for no window. `softcap`: must be 0.
-- `k_scales`/`v_scales` fp32 [num_pages, num_kv_heads, S]: for int8 pages, which are not implemented: must be
-  None.
+- `k_scales`/`v_scales` fp32 [num_pages, num_kv_heads, S], last stride 1: beside int8 pages, where
+  value = scale * code (`append_kv` says how they come about); None beside pages of any other dtype.
 
 No op has a gradient: an input that requires grad raises while grad mode is on.
 """
@@ -62,11 +62,15 @@ def append_kv(
 ) -> None:
     """Writes new keys and values into their pages and seals (summarises) each page that fills.
 
+    Into int8 pages a row (one token and head) goes with scale = amax / 127 in fp32 and codes value / scale,
+    rounded to nearest, halves to even. A row of zeros has scale 0; a row that holds a NaN or an infinity has
+    scale NaN and codes 0, so it reads back as NaN. Rows stored before are never touched.
+
     Args:
         page_summary: None keeps no summaries (dense use); `scorer` is then not looked at.
         scorer: op name of a scorer, see `tinyserve_ops.scorers.resolve`.
 
-    Mutates k_pages, v_pages, page_summary.
+    Mutates k_pages, v_pages, k_scales, v_scales, page_summary.
     """
     _run(
         _OPS.append_kv.default, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,

@@ -84,15 +84,7 @@ class PageGroup:
         targets = torch.tensor([target for _, target in copies], dtype=torch.int32, device=device)
         with torch.no_grad():
             for pool in self.layers:
-                ops.copy_pages(
-                    sources,
-                    targets,
-                    pool.k_pages,
-                    pool.v_pages,
-                    pool.k_scales,
-                    pool.v_scales,
-                    pool.page_summary,
-                )
+                ops.copy_pages(sources, targets, *pool.parts)
 
     def _make_room(self, sequence_ids: list[int], num_new: list[int]) -> None:
         """Grows by doubling until the new pages fit; copies that sharing may cost are not counted."""
@@ -176,8 +168,8 @@ class PagePool:
         self.head_dim = _positive("head_dim", head_dim)
         if head_dim % 8 or head_dim > 256:
             raise ValueError(f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}")
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
+            raise ValueError(f"dtype: expected float32, float16, bfloat16 or int8, got {dtype}")
         self.page_size = config.page_size
         self.dtype = dtype
         self.device = _device_with_kernels(device)

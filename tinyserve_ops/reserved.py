@@ -76,7 +76,7 @@ class ReservedBatch:
         static = [self.cu_query_lens, self.seq_lens, self.next_positions, self.page_budget]
         static += [*self._pages_read, *self._tokens_hidden]
         for pool in self._layers:
-            static += [pool.k_pages, pool.v_pages, pool.page_summary]
+            static += [part for part in pool.parts if part is not None]
         for tensor in [*static, *self._page_tables]:
             torch._dynamo.mark_static_address(tensor)
 

@@ -39,9 +39,11 @@ GROUP_REDUCTIONS = ("mean", "max")
 
 _HEADER_BYTES = 16  # room for one fp32 scale per vector, and keeps the codes aligned
 _ROW_ALIGNMENT = 16
-_KV_DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
+# Key types that a full-precision summary can be of, and how its op name ends; int8 pages have none.
+_FULL_DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 )
+_KV_DTYPES = (*_FULL_DTYPES, torch.int8)
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,11 @@ def resolve(scorer: str, kv_dtype: torch.dtype | str | None = None) -> str:
     Args:
         scorer: a name of `SCORERS`, or a name that this function returned before.
         kv_dtype: element type of the key pages, as a torch dtype or its name ("float32", "float16",
-            "bfloat16"). May be None where the scorer's summary does not depend on it.
+            "bfloat16", "int8"). May be None where the scorer's summary does not depend on it.
 
     Raises:
-        ValueError: an unknown scorer, an unsupported `kv_dtype`, or a resolved name of another dtype.
+        ValueError: an unknown scorer, an unsupported `kv_dtype`, a full-precision scorer for int8 pages, or a
+            resolved name of another dtype.
         TypeError: `scorer` is not a string.
     """
     found, named_dtype = find_op_scorer(scorer, allow_public=True)
@@ -110,11 +113,15 @@ def resolve(scorer: str, kv_dtype: torch.dtype | str | None = None) -> str:
     dtype = named_dtype if kv_dtype is None else _as_kv_dtype(kv_dtype)
     if dtype is None:
         raise ValueError(f"kv_dtype: expected {_kv_dtype_names()} for scorer {scorer!r}, got None")
+    if dtype not in _FULL_DTYPES:
+        raise ValueError(
+            f"scorer: expected 'bounds' or another with int8 summaries for {dtype} pages, got {scorer!r}"
+        )
     if named_dtype not in (None, dtype):
         raise ValueError(
-            f"scorer: expected {found.name}_{_KV_DTYPES[dtype]} for kv_dtype {dtype}, got {scorer!r}"
+            f"scorer: expected {found.name}_{_FULL_DTYPES[dtype]} for kv_dtype {dtype}, got {scorer!r}"
         )
-    return f"{found.name}_{_KV_DTYPES[dtype]}"
+    return f"{found.name}_{_FULL_DTYPES[dtype]}"
 
 
 def summary_bytes(scorer: str, head_dim: int, kv_dtype: torch.dtype | str | None = None) -> int:
@@ -138,7 +145,7 @@ def summary_bytes(scorer: str, head_dim: int, kv_dtype: torch.dtype | str | None
 
 def op_scorers() -> tuple[str, ...]:
     """Returns every name that the ops take."""
-    dtypes = tuple(_KV_DTYPES)
+    dtypes = tuple(_FULL_DTYPES)
     return tuple(
         resolve(scorer.name, dtype)
         for scorer in SCORERS.values()
@@ -158,7 +165,7 @@ def find_op_scorer(scorer: str, *, allow_public: bool = False) -> tuple[Scorer, 
     if found is not None and (found.encoding != "full" or allow_public):
         return found, None
     stem, _, suffix = scorer.rpartition("_")
-    for dtype, short_name in _KV_DTYPES.items():
+    for dtype, short_name in _FULL_DTYPES.items():
         if suffix == short_name and stem in SCORERS and SCORERS[stem].encoding == "full":
             return SCORERS[stem], dtype
     names = ", ".join(SCORERS if allow_public else op_scorers())

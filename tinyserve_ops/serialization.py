@@ -4,8 +4,8 @@ tensors.
 Layout: 8 bytes magic, u32 version, u32 zero, u64 header size, header (JSON, UTF-8), zero padding to 64, then
 the tensors, each aligned to 64. Nothing in it is executed and no size in it is believed: shapes follow from
 the receiving cache, and a header that disagrees is refused by the field's name. Pages are stored once however
-many sequences share them; slots beyond a sequence's length are written as zeros, so nothing of other requests
-leaks and equal sequences give equal bytes.
+many sequences share them, int8 pages with their scales; slots beyond a sequence's length are written as
+zeros, so nothing of other requests leaks and equal sequences give equal bytes.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _check_payload(header: dict[str, Any], payload: memoryview, expected: int) -
 
 
 def _read_layers(cache: PagedKVCache, num_pages: list[int], payload: memoryview) -> list[list[torch.Tensor]]:
-    """K, V and summaries of each layer."""
+    """K, V, scales and summaries of each layer, as `_shapes`."""
     layers = []
     offset = 0
     for layer_idx, pool in enumerate(cache.pool.layers):
@@ -243,11 +243,10 @@ def _restore(
         if forward.num_tokens == 0:
             break
         target = tables[group][first_page : first_page + file_pages.numel()].contiguous()
-        k, v, summary = (part[file_pages] for part in parts)
+        k, v, *scales, summary = (part[file_pages] for part in parts)
+        k_scales, v_scales = scales if scales else (None, None)
         with torch.no_grad():
-            ops.scatter_pages(
-                target, k, v, None, None, summary, pool.k_pages, pool.v_pages, None, None, pool.page_summary
-            )
+            ops.scatter_pages(target, k, v, k_scales, v_scales, summary, *pool.parts)
     forward.commit(allow_missing_layers=True)
     cache.set_next_position(handle, entry["next_position"])
 
@@ -275,13 +274,13 @@ def _common_prefix(ours: list[int], theirs: list[int]) -> int:
 
 
 def _shapes(pool: LayerPool, num_pages: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """K, V and summaries of `num_pages` pages of a layer, in the file's order."""
+    """K, V, their scales if they are int8, and summaries of `num_pages` pages of a layer, in the file's
+    order.
+    """
     pages = (num_pages, pool.num_kv_heads, pool.page_size, pool.head_dim)
-    return [
-        (pages, pool.dtype),
-        (pages, pool.dtype),
-        ((num_pages, pool.num_kv_heads, pool.summary_bytes), torch.uint8),
-    ]
+    scales = [(pages[:3], torch.float32)] * 2 if pool.dtype == torch.int8 else []
+    summaries = ((num_pages, pool.num_kv_heads, pool.summary_bytes), torch.uint8)
+    return [(pages, pool.dtype), (pages, pool.dtype), *scales, summaries]
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -293,15 +292,14 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _gather(pool: LayerPool, page_ids: torch.Tensor, used: list[int]) -> list[torch.Tensor]:
     with torch.no_grad():
-        k, v, _, _, summary = ops.gather_pages(
-            page_ids, pool.k_pages, pool.v_pages, None, None, pool.page_summary
-        )
+        *by_token, summary = ops.gather_pages(page_ids, *pool.parts)
+        by_token = [part for part, pages in zip(by_token, pool.parts, strict=False) if pages is not None]
         for index, tokens in enumerate(used):
             if tokens < pool.page_size:
-                k[index, :, tokens:] = 0
-                v[index, :, tokens:] = 0
+                for part in by_token:
+                    part[index, :, tokens:] = 0
                 summary[index] = 0  # an open page has none yet
-    return [k, v, summary]
+    return [*by_token, summary]
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:

@@ -35,9 +35,9 @@ class CacheStats:
         pages_scanned: page summaries that the sparse steps ranked.
         pages_read: pages that the sparse steps attended to.
         tokens_attended: tokens attended to by all single-token steps, sparse and dense.
-        kv_bytes_read: bytes of K and V behind `tokens_attended`.
+        kv_bytes_read: bytes of K and V (scales included) behind `tokens_attended`.
         summary_bytes_read: bytes of the summaries behind `pages_scanned`.
-        kv_bytes_held: bytes of the pages in use now, over the whole pool (K, V, summaries).
+        kv_bytes_held: bytes of the pages in use now, over the whole pool (K, V, scales, summaries).
         kv_bytes_reserved: bytes of the pool in virtual memory.
         pool_growths: times a layer group was reallocated to hold more pages.
         reuse_rate: fraction of the pages read in the last sparse step that the step before had read, mean

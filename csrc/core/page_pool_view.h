@@ -2,7 +2,7 @@
 // [num_pages, num_kv_heads, page_size, head_dim]; the strides carry the layout. Two are in use:
 // token-major (channel_stride 1) and channel-major (token_stride 1, keys only). Offsets are int64:
 // page_id * page_stride passes 2^31 elements in pools of a few GiB. int8 pages are symmetric with one fp32
-// scale per token and head beside them: value = scale * code.
+// scale per token and head beside them: value = scale * code (cpu/quantise.h).
 #pragma once
 
 #include <cstdint>

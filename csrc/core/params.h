@@ -94,10 +94,11 @@ struct AttendPagesParams {
   int64_t list_width;
   int64_t max_chunks;  // chunks of kChunkPages that cover the longest list
   float sm_scale;
-  float* partials;  // [num_rows, num_kv_heads, max_chunks, group_size, head_dim + 2]: acc, max, sum
-  float* page_lse;  // [num_rows, num_heads, list_width]; may be null
-  void* out;        // [num_rows, num_heads, head_dim], contiguous, of q's type
-  float* lse;       // [num_rows, num_heads]
+  float* partials;       // [num_rows, num_kv_heads, max_chunks, group_size, head_dim + 2]: acc, max, sum
+  int32_t* chunks_done;  // [num_rows, num_kv_heads], zeros
+  float* page_lse;       // [num_rows, num_heads, list_width]; may be null
+  void* out;             // [num_rows, num_heads, head_dim], contiguous, of q's type
+  float* lse;            // [num_rows, num_heads]
 };
 
 struct MergeStatesParams {

@@ -1,6 +1,10 @@
-// Writes new keys and values into their pages and seals each page that fills.
+// Writes new keys and values into their pages (quantised where the pages are int8) and seals each page that
+// fills.
+
+#include <type_traits>
 
 #include "cpu/kernels.h"
+#include "cpu/quantise.h"
 #include "cpu/simd.h"
 #include "cpu/summarise.h"
 
@@ -10,7 +14,7 @@ namespace {
 // Writes `count` tokens of one head to the page's slots from `first_slot` on.
 void write_tokens(const core::PackedView& from, int64_t first_token, int64_t count, int64_t head,
                   int64_t head_dim, const core::PagePoolView& pool, int64_t page_id, int64_t first_slot) {
-  dispatch_element(pool.type, [&](auto* tag) {
+  dispatch_page_element(pool.type, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     float row[core::kMaxHeadDim];
     T* page = pool.page<T>(page_id, head);
@@ -18,7 +22,13 @@ void write_tokens(const core::PackedView& from, int64_t first_token, int64_t cou
       load_row(from.data, from.type, (first_token + i) * from.token_stride + head * from.head_stride,
                head_dim, row);
       T* slot = page + (first_slot + i) * pool.token_stride;
-      for (int64_t d = 0; d < head_dim; ++d) from_float(row[d], slot[d * pool.channel_stride]);
+      if constexpr (std::is_same_v<T, int8_t>) {
+        int8_t codes[core::kMaxHeadDim];
+        pool.token_scales(page_id, head)[first_slot + i] = quantise_row(row, head_dim, codes);
+        for (int64_t d = 0; d < head_dim; ++d) slot[d * pool.channel_stride] = codes[d];
+      } else {
+        for (int64_t d = 0; d < head_dim; ++d) from_float(row[d], slot[d * pool.channel_stride]);
+      }
     }
   });
 }

@@ -16,7 +16,6 @@ const KernelTable kKernels = {
     .score_pages = score_pages,
     .select_pages = select_pages,
     .attend_pages = attend_pages,
-    .merge_chunks = merge_chunks,
     .merge_states = merge_states,
     .prefill_attention = prefill_attention,
 };

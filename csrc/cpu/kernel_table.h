@@ -19,7 +19,6 @@ struct KernelTable {
   Kernel<core::ScorePagesParams> score_pages;    // items: (row * num_kv_heads + head) * max_chunks + chunk
   Kernel<core::SelectPagesParams> select_pages;  // items: row * num_kv_heads + head
   Kernel<core::AttendPagesParams> attend_pages;  // items: (row * num_kv_heads + head) * max_chunks + chunk
-  Kernel<core::AttendPagesParams> merge_chunks;  // items: row * num_kv_heads + head
   Kernel<core::MergeStatesParams> merge_states;  // items: row * num_heads + head
   Kernel<core::PrefillAttentionParams> prefill_attention;  // items: block * num_kv_heads + head
 };

@@ -10,7 +10,6 @@ void seal_pages(const core::SealPagesParams& params, int64_t begin, int64_t end)
 void score_pages(const core::ScorePagesParams& params, int64_t begin, int64_t end);
 void select_pages(const core::SelectPagesParams& params, int64_t begin, int64_t end);
 void attend_pages(const core::AttendPagesParams& params, int64_t begin, int64_t end);
-void merge_chunks(const core::AttendPagesParams& params, int64_t begin, int64_t end);
 void merge_states(const core::MergeStatesParams& params, int64_t begin, int64_t end);
 void prefill_attention(const core::PrefillAttentionParams& params, int64_t begin, int64_t end);
 

@@ -43,6 +43,17 @@ void widen_keys(const T* token, int64_t token_stride, int64_t channel_stride, in
   }
 }
 
+// Turns the codes of `count` int8 tokens into keys and values; all of them are stored tokens.
+void dequantise(const float* k_scales, const float* v_scales, int64_t count, int64_t head_dim, float* k_tile,
+                float* v_tile) {
+  for (int64_t d = 0; d < head_dim; ++d) {
+    for (int64_t t = 0; t < count; ++t) k_tile[d * kTile + t] *= k_scales[t];
+  }
+  for (int64_t t = 0; t < count; ++t) {
+    for (int64_t d = 0; d < head_dim; ++d) v_tile[t * head_dim + d] *= v_scales[t];
+  }
+}
+
 // Fills the tile with positions [begin, end); logits of the slots behind them are masked by the caller.
 void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBlock& block, int64_t head,
                int64_t begin, int64_t end, Tile& tile) {
@@ -55,7 +66,7 @@ void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBl
     if (count > block.stored - position) count = block.stored - position;
     const int64_t page_id = block.page_table[position / params.page_size];
     const int64_t t = position - begin;
-    dispatch_element(params.k_pages.type, [&](auto* tag) {
+    dispatch_page_element(params.k_pages.type, [&](auto* tag) {
       using T = std::remove_pointer_t<decltype(tag)>;
       const core::PagePoolView& k = params.k_pages;
       widen_keys(k.page<T>(page_id, head) + slot * k.token_stride, k.token_stride, k.channel_stride, count,
@@ -65,6 +76,11 @@ void load_tile(const core::PrefillAttentionParams& params, const core::PrefillBl
         load_row(value + i * params.v_pages.token_stride, head_dim, tile.v + (t + i) * head_dim);
       }
     });
+    if (params.k_pages.scales != nullptr) {
+      dequantise(params.k_pages.token_scales(page_id, head) + slot,
+                 params.v_pages.token_scales(page_id, head) + slot, count, head_dim, tile.k + t,
+                 tile.v + t * head_dim);
+    }
     position += count;
   }
   for (; position < end; ++position) {
@@ -107,8 +123,8 @@ void attend_tile(const core::PrefillAttentionParams& params, const core::Prefill
   if (first.begin >= last.end) return;
 
   const int64_t num_slots = round_up(last.end);
-  channel_major_logits<kHeads>(state.q + query * head_dim, tile.k, kTile, num_slots, head_dim, state.logits,
-                               kTile);
+  channel_major_logits<kHeads>(state.q + query * head_dim, tile.k, tile.k, kTile, num_slots, head_dim,
+                               state.logits, kTile);
   for (int g = 0; g < kHeads; ++g) {
     float* logits = state.logits + g * kTile;
     const SlotRange seen = seen_slots(params, block, query + g, tile_begin, num_tokens);
@@ -132,13 +148,14 @@ void attend_tile(const core::PrefillAttentionParams& params, const core::Prefill
   float* acc = state.acc + query * head_dim;
   const bool share = last.begin < first.end;
   if (share) {
-    accumulate_values<kHeads>(state.logits, kTile, tile.v, head_dim, last.begin, first.end, head_dim, acc);
+    accumulate_values<kHeads>(state.logits, kTile, tile.v, tile.v, head_dim, last.begin, first.end, head_dim,
+                              acc);
   }
   if (first.begin == last.begin && first.end == last.end) return;
   for (int g = 0; g < kHeads; ++g) {
     const SlotRange seen = seen_slots(params, block, query + g, tile_begin, num_tokens);
     const auto add = [&](int64_t begin, int64_t end) {
-      accumulate_values<1>(state.logits + g * kTile, kTile, tile.v, head_dim, begin, end, head_dim,
+      accumulate_values<1>(state.logits + g * kTile, kTile, tile.v, tile.v, head_dim, begin, end, head_dim,
                            acc + g * head_dim);
     };
     add(seen.begin, share ? last.begin : seen.end);

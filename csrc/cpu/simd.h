@@ -113,6 +113,35 @@ inline F32x8 load(const int8_t* p) {
 #endif
 }
 
+// --- sixteen elements at once ----------------------------------------------------------------------
+
+struct F32x16 {
+  F32x8 lanes[2];
+};
+
+// Widening sixteen bf16 takes one load, a shift and a mask when the even elements go to one vector and the
+// odd ones to the other. Loops that treat all elements alike run in this lane order; restore_order() ends it.
+template <typename T>
+inline constexpr bool kEvenOddLanes = std::is_same_v<T, core::BFloat16>;
+
+template <typename T>
+inline F32x16 load16(const T* p) {
+  if constexpr (kEvenOddLanes<T>) {
+    U32x8 pairs;
+    __builtin_memcpy(&pairs, p, 32);
+    return {reinterpret_cast<F32x8>(pairs << 16), reinterpret_cast<F32x8>(pairs & 0xffff0000U)};
+  } else {
+    return {load(p), load(p + kLanes)};
+  }
+}
+
+template <typename T>
+inline F32x16 restore_order(F32x16 x) {
+  if constexpr (!kEvenOddLanes<T>) return x;
+  return {__builtin_shufflevector(x.lanes[0], x.lanes[1], 0, 8, 1, 9, 2, 10, 3, 11),
+          __builtin_shufflevector(x.lanes[0], x.lanes[1], 4, 12, 5, 13, 6, 14, 7, 15)};
+}
+
 // The first n < 8 elements, zero behind them: the memory after them may not exist.
 template <typename T>
 inline F32x8 load_first(const T* p, int64_t n) {

@@ -23,88 +23,155 @@ inline void load_query(const core::PackedView& queries, int64_t row, int64_t hea
   for (int64_t d = 0; d < head_dim; d += kLanes) store(q + d, load(q + d) * splat(sm_scale));
 }
 
-// logits[g * stride + t] = dot(q_g, k_t) for kVectors * kLanes tokens from `keys` on. Few heads give few
-// independent sums, too few to hide the latency of a multiply-add: then two channels are summed apart.
-template <int kHeads, int kVectors, typename T>
-inline void token_block_logits(const float* q, const T* keys, int64_t channel_stride, int64_t num_tokens,
-                               int64_t head_dim, float* logits, int64_t stride) {
-  constexpr int kDepth = kHeads * kVectors <= 6 ? 2 : 1;
-  F32x8 sum[kDepth][kHeads][kVectors];
+// The tile that comes next is asked for element by element as the current one is read: a burst of prefetches
+// would hold up the loads, and the hardware does not look past a 4 KiB page. A wrong address does no harm.
+template <typename T>
+inline void prefetch(const T* address) {
+  __builtin_prefetch(address);
+}
+
+// logits[g * stride + t] = dot(q_g, k_t) for sixteen tokens. Few heads give few independent sums, too few to
+// hide the latency of a multiply-add: then several channels are summed apart (head_dim is a multiple of 8).
+template <int kHeads, typename T>
+inline void sixteen_token_logits(const float* q, const T* keys, const T* next, int64_t channel_stride,
+                                 int64_t head_dim, float* logits, int64_t stride) {
+  constexpr int kDepth = kHeads == 1 ? 4 : (kHeads <= 3 ? 2 : 1);
+  F32x16 sum[kDepth][kHeads];
   for (int c = 0; c < kDepth; ++c) {
-    for (int g = 0; g < kHeads; ++g) {
-      for (int i = 0; i < kVectors; ++i) sum[c][g][i] = splat(0.0F);
-    }
+    for (int g = 0; g < kHeads; ++g) sum[c][g] = {splat(0.0F), splat(0.0F)};
   }
-  const bool partial = num_tokens < kVectors * kLanes;
+#pragma GCC unroll 2
   for (int64_t d = 0; d < head_dim; d += kDepth) {
-    for (int c = 0; c < kDepth; ++c, keys += channel_stride) {
-      F32x8 k[kVectors];
-      for (int i = 0; i < kVectors; ++i)
-        k[i] = partial ? load_first(keys, num_tokens) : load(keys + i * kLanes);
+    for (int c = 0; c < kDepth; ++c) {
+      prefetch(next);
+      const F32x16 k = load16(keys);
       for (int g = 0; g < kHeads; ++g) {
         const F32x8 q_gd = splat(q[g * head_dim + d + c]);
-        for (int i = 0; i < kVectors; ++i) sum[c][g][i] += q_gd * k[i];
+        sum[c][g].lanes[0] += q_gd * k.lanes[0];
+        sum[c][g].lanes[1] += q_gd * k.lanes[1];
+      }
+      keys += channel_stride;
+      next += channel_stride;
+    }
+  }
+  for (int g = 0; g < kHeads; ++g) {
+    for (int c = 1; c < kDepth; ++c) {
+      sum[0][g].lanes[0] += sum[c][g].lanes[0];
+      sum[0][g].lanes[1] += sum[c][g].lanes[1];
+    }
+    const F32x16 total = restore_order<T>(sum[0][g]);
+    store(logits + g * stride, total.lanes[0]);
+    store(logits + g * stride + kLanes, total.lanes[1]);
+  }
+}
+
+// The same for the last tokens of a tile, fewer than sixteen: eight lanes, of which num_tokens exist.
+template <int kHeads, typename T>
+inline void last_token_logits(const float* q, const T* keys, int64_t channel_stride, int64_t num_tokens,
+                              int64_t head_dim, float* logits, int64_t stride) {
+  F32x8 sum[kHeads];
+  for (int g = 0; g < kHeads; ++g) sum[g] = splat(0.0F);
+  for (int64_t d = 0; d < head_dim; ++d, keys += channel_stride) {
+    const F32x8 k = num_tokens < kLanes ? load_first(keys, num_tokens) : load(keys);
+    for (int g = 0; g < kHeads; ++g) sum[g] += splat(q[g * head_dim + d]) * k;
+  }
+  for (int g = 0; g < kHeads; ++g) store(logits + g * stride, sum[g]);
+}
+
+// logits[g * stride + t] = dot(q_g, k_t) for every token of a channel-major tile; `next` is a tile of the
+// same shape that will be read soon.
+template <int kHeads, typename T>
+inline void channel_major_logits(const float* q, const T* keys, const T* next, int64_t channel_stride,
+                                 int64_t num_tokens, int64_t head_dim, float* logits, int64_t stride) {
+  int64_t t = 0;
+  for (; t + 2 * kLanes <= num_tokens; t += 2 * kLanes) {
+    sixteen_token_logits<kHeads>(q, keys + t, next + t, channel_stride, head_dim, logits + t, stride);
+  }
+  for (; t < num_tokens; t += kLanes) {
+    last_token_logits<kHeads>(q, keys + t, channel_stride, num_tokens - t, head_dim, logits + t, stride);
+  }
+}
+
+// acc[g] += sum over the slots [first_slot, end_slot) of probabilities[g] * v, for kBlocks * 16 channels.
+// `acc` is in the lane order of T. Three heads alone leave too few independent sums: then two tokens are
+// summed apart.
+template <int kHeads, int kBlocks, typename T>
+inline void accumulate_channels(const float* probabilities, int64_t stride, const T* values, const T* next,
+                                int64_t token_stride, int64_t first_slot, int64_t end_slot, int64_t head_dim,
+                                float* acc) {
+  constexpr int kDepth = kHeads * kBlocks == 3 ? 2 : 1;
+  F32x16 sum[kDepth][kHeads][kBlocks];
+  for (int g = 0; g < kHeads; ++g) {
+    for (int i = 0; i < kBlocks; ++i) {
+      sum[0][g][i] = {load(acc + g * head_dim + i * 16), load(acc + g * head_dim + i * 16 + kLanes)};
+      for (int c = 1; c < kDepth; ++c) sum[c][g][i] = {splat(0.0F), splat(0.0F)};
+    }
+  }
+  const auto add_token = [&](int64_t t, int c) {
+    F32x16 v[kBlocks];
+    for (int i = 0; i < kBlocks; ++i) {
+      prefetch(next + t * token_stride + i * 16);
+      v[i] = load16(values + t * token_stride + i * 16);
+    }
+    for (int g = 0; g < kHeads; ++g) {
+      const F32x8 p = splat(probabilities[g * stride + t]);
+      for (int i = 0; i < kBlocks; ++i) {
+        sum[c][g][i].lanes[0] += p * v[i].lanes[0];
+        sum[c][g][i].lanes[1] += p * v[i].lanes[1];
+      }
+    }
+  };
+  int64_t t = first_slot;
+#pragma GCC unroll 2
+  for (; t + kDepth <= end_slot; t += kDepth) {
+    for (int c = 0; c < kDepth; ++c) add_token(t + c, c);
+  }
+  if (t < end_slot) add_token(t, 0);
+  for (int g = 0; g < kHeads; ++g) {
+    for (int i = 0; i < kBlocks; ++i) {
+      for (int lane = 0; lane < 2; ++lane) {
+        F32x8 total = sum[0][g][i].lanes[lane];
+        if constexpr (kDepth == 2) total += sum[1][g][i].lanes[lane];
+        store(acc + g * head_dim + i * 16 + lane * kLanes, total);
       }
     }
   }
-  for (int g = 0; g < kHeads; ++g) {
-    for (int i = 0; i < kVectors; ++i) {
-      F32x8 total = sum[0][g][i];
-      if constexpr (kDepth == 2) total += sum[1][g][i];
-      store(logits + g * stride + i * kLanes, total);
-    }
-  }
 }
 
-// logits[g * stride + t] = dot(q_g, k_t) for every token of a channel-major tile.
+// acc[g] += sum over the slots [first_slot, end_slot) of probabilities[g] * v. `acc` is in the lane order of
+// T until restore_channels(); `next` is a tile of the same shape that will be read soon.
 template <int kHeads, typename T>
-inline void channel_major_logits(const float* q, const T* keys, int64_t channel_stride, int64_t num_tokens,
-                                 int64_t head_dim, float* logits, int64_t stride) {
-  int64_t t = 0;
-  for (; t + 2 * kLanes <= num_tokens; t += 2 * kLanes) {
-    token_block_logits<kHeads, 2>(q, keys + t, channel_stride, 2 * kLanes, head_dim, logits + t, stride);
-  }
-  for (; t < num_tokens; t += kLanes) {
-    token_block_logits<kHeads, 1>(q, keys + t, channel_stride, num_tokens - t, head_dim, logits + t, stride);
-  }
-}
-
-// acc[g] += sum over the visible slots of probabilities[g] * v, for kVectors * kLanes channels.
-template <int kHeads, int kVectors, typename T>
-inline void accumulate_channels(const float* probabilities, int64_t stride, const T* values,
-                                int64_t token_stride, int64_t first_slot, int64_t end_slot, int64_t head_dim,
-                                float* acc) {
-  F32x8 sum[kHeads][kVectors];
-  for (int g = 0; g < kHeads; ++g) {
-    for (int i = 0; i < kVectors; ++i) sum[g][i] = load(acc + g * head_dim + i * kLanes);
-  }
-  for (int64_t t = first_slot; t < end_slot; ++t) {
-    F32x8 v[kVectors];
-    for (int i = 0; i < kVectors; ++i) v[i] = load(values + t * token_stride + i * kLanes);
-    for (int g = 0; g < kHeads; ++g) {
-      const F32x8 p = splat(probabilities[g * stride + t]);
-      for (int i = 0; i < kVectors; ++i) sum[g][i] += p * v[i];
-    }
-  }
-  for (int g = 0; g < kHeads; ++g) {
-    for (int i = 0; i < kVectors; ++i) store(acc + g * head_dim + i * kLanes, sum[g][i]);
-  }
-}
-
-// acc[g] += sum over the visible slots of probabilities[g] * v
-template <int kHeads, typename T>
-inline void accumulate_values(const float* probabilities, int64_t stride, const T* values,
+inline void accumulate_values(const float* probabilities, int64_t stride, const T* values, const T* next,
                               int64_t token_stride, int64_t first_slot, int64_t end_slot, int64_t head_dim,
                               float* acc) {
-  constexpr int kVectors = kHeads == 1 ? 8 : (kHeads <= 3 ? 4 : 2);
+  constexpr int kBlocks = kHeads == 1 ? 4 : (kHeads == 2 ? 2 : 1);
   int64_t d = 0;
-  for (; d + kVectors * kLanes <= head_dim; d += kVectors * kLanes) {
-    accumulate_channels<kHeads, kVectors>(probabilities, stride, values + d, token_stride, first_slot,
-                                          end_slot, head_dim, acc + d);
+  for (; d + kBlocks * 16 <= head_dim; d += kBlocks * 16) {
+    accumulate_channels<kHeads, kBlocks>(probabilities, stride, values + d, next + d, token_stride,
+                                         first_slot, end_slot, head_dim, acc + d);
   }
-  for (; d < head_dim; d += kLanes) {
-    accumulate_channels<kHeads, 1>(probabilities, stride, values + d, token_stride, first_slot, end_slot,
-                                   head_dim, acc + d);
+  for (; d + 16 <= head_dim; d += 16) {
+    accumulate_channels<kHeads, 1>(probabilities, stride, values + d, next + d, token_stride, first_slot,
+                                   end_slot, head_dim, acc + d);
+  }
+  if (d == head_dim) return;
+  for (int g = 0; g < kHeads; ++g) {
+    F32x8 sum = load(acc + g * head_dim + d);
+    for (int64_t t = first_slot; t < end_slot; ++t) {
+      sum += splat(probabilities[g * stride + t]) * load(values + t * token_stride + d);
+    }
+    store(acc + g * head_dim + d, sum);
+  }
+}
+
+// Ends the lane order in which accumulate_values<T> left one head's sums.
+template <typename T>
+inline void restore_channels(float* acc, int64_t head_dim) {
+  if constexpr (!kEvenOddLanes<T>) return;
+  for (int64_t d = 0; d + 16 <= head_dim; d += 16) {
+    const F32x16 x = restore_order<T>({load(acc + d), load(acc + d + kLanes)});
+    store(acc + d, x.lanes[0]);
+    store(acc + d + kLanes, x.lanes[1]);
   }
 }
 

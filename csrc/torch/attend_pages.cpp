@@ -41,6 +41,7 @@ Attention check_attention(const Tensor& q, const KvPools& pools, double sm_scale
                                        .max_chunks = 0,
                                        .sm_scale = static_cast<float>(sm_scale),
                                        .partials = nullptr,
+                                       .chunks_done = nullptr,
                                        .page_lse = nullptr,
                                        .out = out.mutable_data_ptr(),
                                        .lse = static_cast<float*>(lse.mutable_data_ptr())};

@@ -45,9 +45,36 @@ core::PagePoolView view_pool(const Tensor& pages, core::ElementType type) {
           .channel_stride = pages.stride(3)};
 }
 
-void refuse_scales(const std::optional<Tensor>& scales, const char* name) {
-  TINYSERVE_CHECK(!scales.has_value(), name,
-                  ": expected None (int8 pages are not implemented), got a tensor");
+core::ElementType check_page_type(const Tensor& pages, const char* name) {
+  check_cpu(pages, name);
+  if (pages.scalar_type() == ScalarType::Char) return core::ElementType::kInt8;
+  const std::optional<core::ElementType> type = element_type_of(pages.scalar_type());
+  TINYSERVE_CHECK(type.has_value(), name, ": expected dtype float32, float16, bfloat16 or int8, got ",
+                  dtype_name(pages.scalar_type()));
+  return *type;
+}
+
+// Adds the scales to the view of a checked pool: there exactly where the pages are int8.
+void add_scales(const std::optional<Tensor>& scales, const char* name, const Tensor& pages,
+                core::PagePoolView& pool) {
+  if (pool.type != core::ElementType::kInt8) {
+    TINYSERVE_CHECK(!scales.has_value(), name, ": expected None (the pages are ",
+                    dtype_name(pages.scalar_type()), ", only int8 pages have scales), got a tensor");
+    return;
+  }
+  TINYSERVE_CHECK(scales.has_value(), name, ": expected a tensor of scales beside int8 pages, got None");
+  check_cpu(*scales, name);
+  TINYSERVE_CHECK(scales->scalar_type() == ScalarType::Float, name, ": expected dtype float32, got ",
+                  dtype_name(scales->scalar_type()));
+  check_dim(*scales, name, 3, "[num_pages, num_kv_heads, page_size]");
+  check_size(*scales, name, 0, pages.size(0), "num_pages of the pages");
+  check_size(*scales, name, 1, pages.size(1), "num_kv_heads of the pages");
+  check_size(*scales, name, 2, pages.size(2), "page_size of the pages");
+  TINYSERVE_CHECK(scales->stride(2) == 1 || scales->size(2) == 1, name, ": expected a last stride of 1, got ",
+                  scales->stride(2));
+  pool.scales = static_cast<float*>(scales->data_ptr());
+  pool.scale_page_stride = scales->stride(0);
+  pool.scale_head_stride = scales->stride(1);
 }
 
 }  // namespace
@@ -129,11 +156,7 @@ int64_t check_group_size(int64_t num_heads, int64_t num_kv_heads) {
 }
 
 core::PagePoolView check_k_pages(const Tensor& k_pages, const std::optional<Tensor>& k_scales) {
-  TINYSERVE_CHECK(
-      k_pages.scalar_type() != ScalarType::Char,
-      "k_pages: expected dtype float32, float16 or bfloat16 (int8 pages are not implemented), got int8");
-  refuse_scales(k_scales, "k_scales");
-  const core::ElementType type = check_element_type(k_pages, "k_pages");
+  const core::ElementType type = check_page_type(k_pages, "k_pages");
   check_dim(k_pages, "k_pages", 4, "[num_pages, num_kv_heads, page_size, head_dim]");
   check_page_size(k_pages.size(2));
   check_head_dim(k_pages.size(3));
@@ -141,7 +164,9 @@ core::PagePoolView check_k_pages(const Tensor& k_pages, const std::optional<Tens
       k_pages.stride(3) == 1 || k_pages.stride(2) == 1 || k_pages.size(2) == 1,
       "k_pages: expected stride 1 over head_dim (token-major) or over page_size (channel-major), got ",
       k_pages.stride(3), " and ", k_pages.stride(2));
-  return view_pool(k_pages, type);
+  core::PagePoolView pool = view_pool(k_pages, type);
+  add_scales(k_scales, "k_scales", k_pages, pool);
+  return pool;
 }
 
 KvPools check_pools(const Tensor& k_pages, const Tensor& v_pages, const std::optional<Tensor>& k_scales,
@@ -152,14 +177,14 @@ KvPools check_pools(const Tensor& k_pages, const Tensor& v_pages, const std::opt
                 .num_kv_heads = k_pages.size(1),
                 .page_size = k_pages.size(2),
                 .head_dim = k_pages.size(3)};
-  refuse_scales(v_scales, "v_scales");
-  const core::ElementType v_type = check_element_type(v_pages, "v_pages");
+  const core::ElementType v_type = check_page_type(v_pages, "v_pages");
   TINYSERVE_CHECK(v_type == pools.k.type, "v_pages: expected dtype of k_pages, ",
                   dtype_name(k_pages.scalar_type()), ", got ", dtype_name(v_pages.scalar_type()));
   check_same_shape(v_pages, "v_pages", k_pages, "k_pages");
   TINYSERVE_CHECK(v_pages.stride(3) == 1, "v_pages: expected stride 1 over head_dim (token-major), got ",
                   v_pages.stride(3));
   pools.v = view_pool(v_pages, v_type);
+  add_scales(v_scales, "v_scales", v_pages, pools.v);
   return pools;
 }
 
@@ -176,6 +201,9 @@ const core::Scorer* check_scorer(const std::string& name) {
 
 const core::Scorer* check_scorer_for(const std::string& name, core::ElementType k_type) {
   const core::Scorer* scorer = check_scorer(name);
+  TINYSERVE_CHECK(scorer->quantised || k_type != core::ElementType::kInt8,
+                  "scorer: expected bounds or another scorer with int8 summaries for int8 pages, got '", name,
+                  "'");
   TINYSERVE_CHECK(
       scorer->quantised || scorer->full_type == k_type,
       "scorer: expected the variant for the dtype of k_pages (bounds_full_fp32, _fp16 or _bf16), got '", name,

@@ -42,7 +42,8 @@ core::ElementType check_element_type(const Tensor& tensor, const char* name);
 // last stride is not 1, and must outlive the view.
 core::PackedView check_packed(const Tensor& tensor, const char* name, Tensor& keep);
 
-// A page pool; sizes of k_pages are checked against the limits, those of v_pages against k_pages.
+// A page pool of fp32, fp16, bf16, or int8 with its scales; sizes of k_pages are checked against the limits,
+// those of v_pages against k_pages.
 struct KvPools {
   core::PagePoolView k;
   core::PagePoolView v;
@@ -61,7 +62,7 @@ int64_t check_group_size(int64_t num_heads, int64_t num_kv_heads);
 
 const core::Scorer* check_scorer(const std::string& name);
 // Also refuses a full-precision scorer of another element type than the keys': its bounds would not be
-// bounds.
+// bounds. int8 keys have no full-precision variant: `bounds` is as wide as the keys are.
 const core::Scorer* check_scorer_for(const std::string& name, core::ElementType k_type);
 core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scorer& scorer, int64_t num_pages,
                                     int64_t num_kv_heads, int64_t head_dim, int64_t page_size);

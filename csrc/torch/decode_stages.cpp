@@ -69,7 +69,9 @@ void run_attend_pages(core::AttendPagesParams params, const Batch& batch, int64_
   const int64_t floats_per_row = num_heads * params.max_chunks * (params.head_dim + 2);
   const int64_t block =
       std::clamp<int64_t>(kMaxPartialFloats / floats_per_row, 1, std::max<int64_t>(num_rows, 1));
-  params.partials = core::Scratch::reserve(static_cast<size_t>(block * floats_per_row));
+  const int64_t lists = block * params.num_kv_heads;
+  params.partials = core::Scratch::reserve(static_cast<size_t>(block * floats_per_row + lists));
+  params.chunks_done = reinterpret_cast<int32_t*>(params.partials + block * floats_per_row);
 
   const core::AttendPagesParams all = params;
   const int64_t element_size = core::element_size(all.q.type);
@@ -84,9 +86,9 @@ void run_attend_pages(core::AttendPagesParams params, const Batch& batch, int64_
       params.num_selected = all.num_selected + first * params.num_kv_heads;
     }
     if (all.page_lse != nullptr) params.page_lse = all.page_lse + first * num_heads * params.list_width;
+    std::fill_n(params.chunks_done, lists, 0);
     run(cpu::kernels().attend_pages, params, rows * params.num_kv_heads * params.max_chunks,
         grain_of(kAttendedPagesPerThread, max_list_pages));
-    run(cpu::kernels().merge_chunks, params, rows * params.num_kv_heads, /*grain=*/4);
   }
 }
 

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tinyserve_ops import testing
 from tinyserve_ops.testing import Batch, Implementation, assert_same_bits, make_batch
 
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+
 
 def expected_after(batch: Batch) -> Batch:
     """The batch with its new tokens written by plain indexing."""
-    after = replace(
-        batch,
-        k_pages=batch.k_pages.clone(),
-        v_pages=batch.v_pages.clone(),
-        page_summary=batch.page_summary.clone(),
-    )
+    after = batch.with_own_pools()
     after.store()
     return after
 
 
+def assert_same_pools(actual: Batch, expected: Batch) -> None:
+    assert actual.pools.keys() == expected.pools.keys()
+    for name, pool in actual.pools.items():
+        assert_same_bits(pool, expected.pools[name])
+
+
+@KV_DTYPES
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
 def test_new_tokens_land_in_their_slots_and_nowhere_else(
-    impl: Implementation, page_size: int, layout: str
+    impl: Implementation, page_size: int, layout: str, kv_dtype: torch.dtype
 ) -> None:
     batch = make_batch(
-        [0, 5, 16, 31, 63], [1, 0, 40, 2, 65], page_size=page_size, layout=layout, only_stored=True
-    )
+        [0, 5, 16, 31, 63], [1, 0, 40, 2, 65], page_size=page_size, kv_dtype=kv_dtype, layout=layout,
+        only_stored=True,
+    )  # fmt: skip
     expected = expected_after(batch)
     assert batch.run(impl.ops.append_kv, page_summary=None) is None
-    assert_same_bits(batch.k_pages, expected.k_pages)  # NaN in every other slot included
-    assert_same_bits(batch.v_pages, expected.v_pages)
+    assert_same_pools(batch, expected)  # NaN in every other slot included
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -55,11 +57,20 @@ def test_tokens_are_rounded_to_the_dtype_of_the_pages(
 
 
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
-@pytest.mark.parametrize("scorer", ["bounds", "bounds_full", "mean", "bounds_mean"])
-def test_a_page_is_sealed_when_it_fills(impl: Implementation, scorer: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("scorer", "kv_dtype"),
+    [
+        *((scorer, torch.float32) for scorer in ("bounds", "bounds_full", "mean", "bounds_mean")),
+        *((scorer, torch.int8) for scorer in ("bounds", "mean", "bounds_mean")),
+    ],
+)
+def test_a_page_is_sealed_when_it_fills(
+    impl: Implementation, scorer: str, kv_dtype: torch.dtype, layout: str
+) -> None:
     batch = make_batch(
-        [0, 15, 16, 31, 20], [1, 1, 15, 40, 12], scorer=scorer, layout=layout, only_stored=True
-    )
+        [0, 15, 16, 31, 20], [1, 1, 15, 40, 12], kv_dtype=kv_dtype, scorer=scorer, layout=layout,
+        only_stored=True,
+    )  # fmt: skip
     expected = expected_after(batch)
     filled = [
         (1, 0),
@@ -74,14 +85,10 @@ def test_a_page_is_sealed_when_it_fills(impl: Implementation, scorer: str, layou
     assert_same_bits(batch.page_summary, expected.page_summary)
 
 
-def test_one_token_at_a_time_equals_all_at_once(impl: Implementation) -> None:
-    batch = make_batch([0], [70], scorer="bounds_mean", only_stored=True, seed=2)
-    one_by_one = replace(
-        batch,
-        k_pages=batch.k_pages.clone(),
-        v_pages=batch.v_pages.clone(),
-        page_summary=batch.page_summary.clone(),
-    )
+@KV_DTYPES
+def test_one_token_at_a_time_equals_all_at_once(impl: Implementation, kv_dtype: torch.dtype) -> None:
+    batch = make_batch([0], [70], kv_dtype=kv_dtype, scorer="bounds_mean", only_stored=True, seed=2)
+    one_by_one = batch.with_own_pools()
     batch.run(impl.ops.append_kv)
     for position in range(70):
         one_by_one.run(
@@ -91,12 +98,14 @@ def test_one_token_at_a_time_equals_all_at_once(impl: Implementation) -> None:
             cu_query_lens=torch.tensor([0, 1], dtype=torch.int32),
             seq_lens=torch.tensor([position], dtype=torch.int32),
         )
-    for name in ("k_pages", "v_pages", "page_summary"):
-        assert_same_bits(getattr(one_by_one, name), getattr(batch, name))
+    assert_same_pools(one_by_one, batch)
 
 
-def test_a_page_rolled_back_and_refilled_has_a_fresh_summary(impl: Implementation) -> None:
-    batch = make_batch([0], [16], only_stored=True, seed=3)
+@KV_DTYPES
+def test_a_page_rolled_back_and_refilled_has_a_fresh_summary(
+    impl: Implementation, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch([0], [16], kv_dtype=kv_dtype, only_stored=True, seed=3)
     batch.k[10:].mul_(100.0)  # large keys that the roll-back takes away
     batch.run(impl.ops.append_kv)
     batch.k[10:].mul_(1e-3)
@@ -108,20 +117,20 @@ def test_a_page_rolled_back_and_refilled_has_a_fresh_summary(impl: Implementatio
         cu_query_lens=torch.tensor([0, 6], dtype=torch.int32),
         seq_lens=torch.tensor([10], dtype=torch.int32),
     )
-    refilled = batch.page_summary.clone()
+    refilled = batch.with_own_pools()
     batch.store()
     batch.seal(impl.ops.seal_pages)
-    assert_same_bits(refilled, batch.page_summary)
+    assert_same_pools(refilled, batch)
 
 
-def test_padding_slots_are_not_stored(impl: Implementation) -> None:
-    batch = make_batch([-4, -3, 2, -1], [4, 20, 1, 1], only_stored=True, seed=4)
+@KV_DTYPES
+def test_padding_slots_are_not_stored(impl: Implementation, kv_dtype: torch.dtype) -> None:
+    batch = make_batch([-4, -3, 2, -1], [4, 20, 1, 1], kv_dtype=kv_dtype, only_stored=True, seed=4)
     batch.k[:4] = torch.nan
     batch.k[4:7] = torch.nan
     expected = expected_after(batch)
     batch.run(impl.ops.append_kv, page_summary=None)
-    assert_same_bits(batch.k_pages, expected.k_pages)
-    assert_same_bits(batch.v_pages, expected.v_pages)
+    assert_same_pools(batch, expected)
 
 
 @pytest.mark.parametrize("seq_lens", [[], [20, 3]])
@@ -129,8 +138,7 @@ def test_nothing_new_changes_nothing(impl: Implementation, seq_lens: list[int]) 
     batch = make_batch(seq_lens, [0] * len(seq_lens), only_stored=True)
     before = expected_after(batch)
     batch.run(impl.ops.append_kv)
-    for name in ("k_pages", "v_pages", "page_summary"):
-        assert_same_bits(getattr(batch, name), getattr(before, name))
+    assert_same_pools(batch, before)
 
 
 def test_sequence_lengths_are_not_changed(impl: Implementation) -> None:
@@ -140,27 +148,31 @@ def test_sequence_lengths_are_not_changed(impl: Implementation) -> None:
     assert torch.equal(batch.seq_lens, before)
 
 
-def test_strided_keys_and_values_equal_their_contiguous_copies(impl: Implementation) -> None:
-    batch = make_batch([5, 30], [20, 3], only_stored=True, seed=5)
+@KV_DTYPES
+def test_strided_keys_and_values_equal_their_contiguous_copies(
+    impl: Implementation, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch([5, 30], [20, 3], kv_dtype=kv_dtype, only_stored=True, seed=5)
     expected = expected_after(batch)
     _, fused_k, fused_v = testing.fused_views(batch.q, batch.k, batch.v)
     pairs = zip(testing.strided_views(batch.k), testing.strided_views(batch.v), strict=True)
     for k, v in [(fused_k, fused_v), *((k, v) for (_, k), (_, v) in pairs)]:
         batch.store(only_stored=True)
         batch.run(impl.ops.append_kv, k=k, v=v, page_summary=None)
-        assert_same_bits(batch.k_pages, expected.k_pages)
-        assert_same_bits(batch.v_pages, expected.v_pages)
+        assert_same_pools(batch, expected)
 
 
-def test_the_number_of_threads_changes_nothing(impl: Implementation) -> None:
+@KV_DTYPES
+def test_the_number_of_threads_changes_nothing(impl: Implementation, kv_dtype: torch.dtype) -> None:
     results = []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        batch = make_batch([3, 100, 0], [200, 1, 90], scorer="mean_std", only_stored=True, seed=6)
+        batch = make_batch(
+            [3, 100, 0], [200, 1, 90], kv_dtype=kv_dtype, scorer="mean_std", only_stored=True, seed=6
+        )
         batch.run(impl.ops.append_kv)
         results.append(batch)
-    for name in ("k_pages", "v_pages", "page_summary"):
-        assert_same_bits(getattr(results[0], name), getattr(results[1], name))
+    assert_same_pools(*results)
 
 
 def test_page_offsets_beyond_2_to_the_31_elements_are_right(impl: Implementation) -> None:

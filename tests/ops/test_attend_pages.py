@@ -13,6 +13,10 @@ from tinyserve_ops.testing import Batch, Implementation, assert_close, make_batc
 BOUNDARY_LENS = (1, 15, 16, 17, 31, 33, 255, 257)
 
 
+DTYPES = pytest.mark.parametrize(("dtype", "kv_dtype"), testing.DTYPE_PAIRS)
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+
+
 def assert_matches_oracle(impl: Implementation, batch: Batch) -> None:
     out, lse, _ = batch.run(impl.ops.attend_pages)
     expected_out, expected_lse = testing.attention_oracle(batch, selected_pages=batch.selected_pages)
@@ -42,32 +46,42 @@ def listed(batch: Batch, width: int, step: int) -> Batch:
 
 
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_ragged_batch_equals_float64(impl: Implementation, dtype: torch.dtype, layout: str) -> None:
+@DTYPES
+def test_ragged_batch_equals_float64(
+    impl: Implementation, dtype: torch.dtype, kv_dtype: torch.dtype, layout: str
+) -> None:
     lengths = [n - 1 for n in BOUNDARY_LENS]
-    assert_matches_oracle(impl, make_batch(lengths, dtype=dtype, layout=layout, seed=1))
+    assert_matches_oracle(impl, make_batch(lengths, dtype=dtype, kv_dtype=kv_dtype, layout=layout, seed=1))
 
 
+@KV_DTYPES
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
 @pytest.mark.parametrize("page_size", [1, 7, 8, 9, 16, 24, 64])
-def test_every_page_size_equals_float64(impl: Implementation, page_size: int, layout: str) -> None:
+def test_every_page_size_equals_float64(
+    impl: Implementation, page_size: int, layout: str, kv_dtype: torch.dtype
+) -> None:
     lengths = [0, 6, 7, 63, 64, 130]
-    assert_matches_oracle(impl, make_batch(lengths, page_size=page_size, layout=layout, seed=2))
+    batch = make_batch(lengths, page_size=page_size, kv_dtype=kv_dtype, layout=layout, seed=2)
+    assert_matches_oracle(impl, batch)
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 112, 128, 160, 192, 256])
 def test_every_head_dim_equals_float64(impl: Implementation, head_dim: int) -> None:
     for layout, dtype in zip(testing.LAYOUTS, (torch.float32, torch.bfloat16, torch.float16), strict=True):
-        batch = make_batch([0, 16, 40], head_dim=head_dim, layout=layout, dtype=dtype, seed=3)
-        assert_matches_oracle(impl, batch)
+        for kv_dtype in (dtype, torch.int8):
+            batch = make_batch(
+                [0, 16, 40], head_dim=head_dim, layout=layout, dtype=dtype, kv_dtype=kv_dtype, seed=3
+            )
+            assert_matches_oracle(impl, batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@DTYPES
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_lengths_over_several_chunks_equal_float64(
-    impl: Implementation, head_dim: int, dtype: torch.dtype
+    impl: Implementation, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    assert_matches_oracle(impl, make_batch([511, 512, 1024], head_dim=head_dim, dtype=dtype, seed=8))
+    batch = make_batch([511, 512, 1024], head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, seed=8)
+    assert_matches_oracle(impl, batch)
 
 
 @pytest.mark.parametrize("head_dim", [1, 12, 320])
@@ -94,8 +108,13 @@ def test_query_heads_share_kv_heads_in_blocks(
 
 @pytest.mark.parametrize("group_size", [1, 3, 5, 6, 7, 9, 16])
 @pytest.mark.parametrize("layout", ["token_major", "channel_major"])
-def test_every_group_size_equals_float64(impl: Implementation, group_size: int, layout: str) -> None:
-    batch = make_batch([17, 70], num_heads=2 * group_size, num_kv_heads=2, layout=layout, seed=4)
+@KV_DTYPES
+def test_every_group_size_equals_float64(
+    impl: Implementation, group_size: int, layout: str, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch(
+        [17, 70], num_heads=2 * group_size, num_kv_heads=2, kv_dtype=kv_dtype, layout=layout, seed=4
+    )
     assert_matches_oracle(impl, batch)
     assert_matches_oracle(impl, listed(batch, 3, 2))
 
@@ -113,8 +132,13 @@ def test_a_zero_query_gives_the_mean_of_the_values(impl: Implementation, page_si
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 1000])
 @pytest.mark.parametrize("page_size", [7, 16])
-def test_a_window_hides_what_lies_before_it(impl: Implementation, window: int, page_size: int) -> None:
-    batch = make_batch([0, 15, 16, 50, 100], [1, 3, 1, 2, 1], page_size=page_size, window=window, seed=6)
+@KV_DTYPES
+def test_a_window_hides_what_lies_before_it(
+    impl: Implementation, window: int, page_size: int, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch(
+        [0, 15, 16, 50, 100], [1, 3, 1, 2, 1], page_size=page_size, kv_dtype=kv_dtype, window=window, seed=6
+    )
     assert_matches_oracle(impl, batch)
     assert_matches_oracle(impl, listed(batch, 20, 1))
 
@@ -123,16 +147,21 @@ def test_several_new_tokens_see_their_predecessors_only(impl: Implementation) ->
     assert_matches_oracle(impl, make_batch([0, 14, 31], [5, 20, 1], seed=7))
 
 
-def test_a_page_list_restricts_each_kv_head_to_its_own_pages(impl: Implementation) -> None:
-    batch = make_batch([5, 100, 300, 700], [1, 2, 1, 1], num_heads=6, num_kv_heads=3, seed=8)
+@KV_DTYPES
+def test_a_page_list_restricts_each_kv_head_to_its_own_pages(
+    impl: Implementation, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch(
+        [5, 100, 300, 700], [1, 2, 1, 1], num_heads=6, num_kv_heads=3, kv_dtype=kv_dtype, seed=8
+    )
     assert_matches_oracle(impl, listed(batch, 30, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@DTYPES
 def test_rows_that_see_nothing_give_zeros_and_leave_the_others_alone(
-    impl: Implementation, dtype: torch.dtype
+    impl: Implementation, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    batch = make_batch([-1, 5, -4, 15, -2], [1, 1, 2, 1, 4], dtype=dtype, seed=9)
+    batch = make_batch([-1, 5, -4, 15, -2], [1, 1, 2, 1, 4], dtype=dtype, kv_dtype=kv_dtype, seed=9)
     out, lse, page_lse = batch.run(impl.ops.attend_pages, return_page_lse=True)
     empty = torch.tensor([0, 2, 3, 5, 6])
     assert not out[empty].any()
@@ -166,8 +195,9 @@ def test_a_batch_without_new_tokens_gives_empty_results(impl: Implementation, se
     assert page_lse.shape == (0, 4, batch.page_table.shape[1])
 
 
-def test_the_lse_of_pages_adds_up_to_the_lse_of_the_row(impl: Implementation) -> None:
-    batch = make_batch([-3, 0, 15, 60, 400], [1, 1, 1, 3, 1], seed=10)
+@KV_DTYPES
+def test_the_lse_of_pages_adds_up_to_the_lse_of_the_row(impl: Implementation, kv_dtype: torch.dtype) -> None:
+    batch = make_batch([-3, 0, 15, 60, 400], [1, 1, 1, 3, 1], kv_dtype=kv_dtype, seed=10)
     for case in (batch, listed(batch, 9, 3), replace(batch, window=37)):
         _, lse, page_lse = case.run(impl.ops.attend_pages, return_page_lse=True)
         assert_close(page_lse.logsumexp(2), lse)
@@ -176,8 +206,11 @@ def test_the_lse_of_pages_adds_up_to_the_lse_of_the_row(impl: Implementation) ->
             assert (page_lse[row, :, count:] == -torch.inf).all()
 
 
-def test_the_lse_of_a_page_is_that_of_attention_to_it_alone(impl: Implementation) -> None:
-    batch = listed(make_batch([100], seed=11), 4, 2)
+@KV_DTYPES
+def test_the_lse_of_a_page_is_that_of_attention_to_it_alone(
+    impl: Implementation, kv_dtype: torch.dtype
+) -> None:
+    batch = listed(make_batch([100], kv_dtype=kv_dtype, seed=11), 4, 2)
     assert batch.selected_pages is not None
     _, _, page_lse = batch.run(impl.ops.attend_pages, return_page_lse=True)
     for entry in range(4):
@@ -194,8 +227,11 @@ def test_page_lse_is_empty_unless_asked_for(impl: Implementation) -> None:
 
 @pytest.mark.parametrize("window", [-1, 300])
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
-def test_all_pages_in_a_list_equal_no_list(impl: Implementation, layout: str, window: int) -> None:
-    batch = make_batch([0, 15, 255, 700], layout=layout, window=window, seed=12)
+@KV_DTYPES
+def test_all_pages_in_a_list_equal_no_list(
+    impl: Implementation, layout: str, window: int, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch([0, 15, 255, 700], kv_dtype=kv_dtype, layout=layout, window=window, seed=12)
     dense = batch.run(impl.ops.attend_pages, return_page_lse=True)
     full = listed(batch, batch.page_table.shape[1], 1)
     if window > 0:  # list visible pages only: a hidden page would shift the chunks
@@ -210,8 +246,13 @@ def test_all_pages_in_a_list_equal_no_list(impl: Implementation, layout: str, wi
 
 
 @pytest.mark.parametrize("layout", ["token_major", "channel_major"])
-def test_a_sequence_alone_equals_the_same_sequence_in_a_batch(impl: Implementation, layout: str) -> None:
-    batch = make_batch([0, 300, 15, 600, 40], [1, 2, 1, 1, 3], num_heads=6, layout=layout, seed=13)
+@KV_DTYPES
+def test_a_sequence_alone_equals_the_same_sequence_in_a_batch(
+    impl: Implementation, layout: str, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch(
+        [0, 300, 15, 600, 40], [1, 2, 1, 1, 3], num_heads=6, kv_dtype=kv_dtype, layout=layout, seed=13
+    )
     for case in (batch, listed(batch, 20, 2)):
         out, lse, _ = case.run(impl.ops.attend_pages)
         for b in range(5):
@@ -228,8 +269,11 @@ def test_permuting_the_batch_permutes_the_result(impl: Implementation) -> None:
         impl.assert_same(actual, expected[torch.tensor(order)])
 
 
-def test_the_number_of_threads_changes_nothing(impl: Implementation) -> None:
-    batch = make_batch([1000, 3, 500], num_heads=9, num_kv_heads=3, layout="channel_major", seed=15)
+@KV_DTYPES
+def test_the_number_of_threads_changes_nothing(impl: Implementation, kv_dtype: torch.dtype) -> None:
+    batch = make_batch(
+        [1000, 3, 500], num_heads=9, num_kv_heads=3, kv_dtype=kv_dtype, layout="channel_major", seed=15
+    )
     results = []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
@@ -238,9 +282,11 @@ def test_the_number_of_threads_changes_nothing(impl: Implementation) -> None:
         impl.assert_same(one, two)
 
 
-def test_pool_layouts_agree(impl: Implementation) -> None:
+@KV_DTYPES
+def test_pool_layouts_agree(impl: Implementation, kv_dtype: torch.dtype) -> None:
     outs = [
-        make_batch([40, 200], layout=name, seed=16).run(impl.ops.attend_pages)[0] for name in testing.LAYOUTS
+        make_batch([40, 200], kv_dtype=kv_dtype, layout=name, seed=16).run(impl.ops.attend_pages)[0]
+        for name in testing.LAYOUTS
     ]
     for out in outs[1:]:
         assert_close(out, outs[0])
@@ -272,9 +318,21 @@ def test_infinities_in_unused_slots_never_leak(impl: Implementation) -> None:
     assert expected.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_softmax_is_invariant_to_a_shift_of_all_scores(impl: Implementation, dtype: torch.dtype) -> None:
-    batch = make_batch([30, 300], num_heads=2, num_kv_heads=2, head_dim=16, dtype=dtype, seed=20)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        # A power of two times 127 is exact in int8, so the scores still are.
+        (torch.float32, torch.int8),
+    ],
+)
+def test_softmax_is_invariant_to_a_shift_of_all_scores(
+    impl: Implementation, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch(
+        [30, 300], num_heads=2, num_kv_heads=2, head_dim=16, dtype=dtype, kv_dtype=kv_dtype, seed=20
+    )
     batch.sm_scale = 1.0
     batch.q.zero_()
     batch.q[:, :, 0] = 1024.0
@@ -285,7 +343,7 @@ def test_softmax_is_invariant_to_a_shift_of_all_scores(impl: Implementation, dty
     batch.store()
     out, lse, _ = batch.run(impl.ops.attend_pages)
     for b in range(2):
-        assert_close(out[b], batch.values[b].double().mean(0), atol=testing.tolerance(dtype))
+        assert_close(out[b], batch.stored_tokens(b)[1].mean(0), atol=testing.tolerance(dtype))
     assert lse.isfinite().all()
     for keys in batch.keys:
         keys[7, :, 1] = 2.0  # and one key 2 above the rest

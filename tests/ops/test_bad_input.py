@@ -101,7 +101,8 @@ BAD: list[tuple[tuple[str, ...], str, str, Change]] = [
     (MOVING, "page_summary", "with fewer pages", lambda t: t[:-1]),
     (MOVING, "page_summary", "of rank 2", lambda t: t[0]),
     (MOVING, "k_scales", "of rank 4", to(torch.ones(9, 2, 16, 1))),
-    (POOLS, "k_pages", "of int8", lambda t: t.nan_to_num().to(torch.int8)),
+    (POOLS, "k_pages: k_scales", "of int8", lambda t: t.nan_to_num().to(torch.int8)),
+    (POOLS, "k_pages", "of uint8", lambda t: t.nan_to_num().to(torch.uint8)),
     (POOLS, "k_pages", "of float64", torch.Tensor.double),
     (POOLS, "k_pages", "of rank 3", lambda t: t[0]),
     (POOLS, "k_pages", "without unit stride", lambda t: t.repeat(1, 1, 2, 2)[:, :, ::2, ::2]),
@@ -110,15 +111,17 @@ BAD: list[tuple[tuple[str, ...], str, str, Change]] = [
     (POOLS, "v_pages", "of another dtype", torch.Tensor.half),
     (POOLS, "v_pages", "with fewer pages", lambda t: t[:-1]),
     (POOLS, "v_pages", "channel-major", lambda t: t.mT.contiguous().mT),
-    (POOLS, "k_scales", "given", to(torch.ones(9, 2, 16))),
-    (POOLS, "v_scales", "given", to(torch.ones(9, 2, 16))),
+    (POOLS, "k_scales", "beside float pages", to(torch.ones(9, 2, 16))),
+    (POOLS, "v_scales", "beside float pages", to(torch.ones(9, 2, 16))),
+    (("seal_pages",), "k_scales", "beside float pages", to(torch.ones(9, 2, 16))),
     (SCORED, "scorer", "unknown", to("low_rank_of_something")),
     (SCORED, "scorer: page_summary", "of another scorer", to("mean")),
     (SCORED, "page_summary", "of int8", lambda t: t.view(torch.int8)),
     (SCORED, "page_summary", "of rank 2", lambda t: t[0]),
     (("append_kv", "seal_pages", "sparse_decode"), "page_summary", "with fewer pages",
      (lambda t: t[:-1])),
-    (("append_kv", "seal_pages"), "scorer", "for pages of another dtype", to("bounds_full_fp16")),
+    (("append_kv", "seal_pages", "sparse_decode"), "scorer", "for pages of another dtype",
+     to("bounds_full_fp16")),
     (("score_pages", "sparse_decode"), "group_reduction", "unknown", to("median")),
     (("score_pages", "select_pages"), "page_size", "0", to(0)),
     (("score_pages", "select_pages"), "page_size", "65", to(65)),
@@ -180,6 +183,49 @@ def test_a_bad_argument_is_refused_by_name(
     impl: Implementation, op: str, argument: str, change: Change
 ) -> None:
     batch = good_batch()
+    function = getattr(impl.ops, op)
+    arguments = batch.arguments(function, **extra(batch, op))
+    name, _, word = argument.partition(": ")
+    arguments[name] = change(arguments[name])
+    assert_refused(function, arguments, word or name)
+
+
+# The same for a batch over int8 pages.
+BAD_INT8: list[tuple[tuple[str, ...], str, str, Change]] = [
+    (POOLS, "v_pages", "of fp32", torch.Tensor.float),
+    (("append_kv", "seal_pages", "sparse_decode"), "scorer: bounds", "of full precision",
+     to("bounds_full_fp32")),
+    *(
+        (ops, scales, what, change)
+        for ops, scales in ((POOLS, "k_scales"), (POOLS, "v_scales"), (("seal_pages",), "k_scales"))
+        for what, change in (
+            ("missing", to(None)),
+            ("of fp16", torch.Tensor.half),
+            ("of float64", torch.Tensor.double),
+            ("of rank 2", lambda t: t[0]),
+            ("of rank 4", lambda t: t[..., None]),
+            ("with fewer pages", lambda t: t[:-1]),
+            ("with other heads", lambda t: t[:, :1]),
+            ("of another page_size", lambda t: t[:, :, :8]),
+            ("without unit stride", lambda t: t.repeat_interleave(2, 2)[:, :, ::2]),
+            ("on another device", lambda t: t.to("meta")),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "argument", "change"),
+    [
+        pytest.param(op, argument, change, id=f"{op}-{argument} {what}")
+        for ops, argument, what, change in BAD_INT8
+        for op in ops
+    ],
+)
+def test_bad_scales_of_int8_pages_are_refused_by_name(
+    impl: Implementation, op: str, argument: str, change: Change
+) -> None:
+    batch = make_batch([20, 50], [3, 1], kv_dtype=torch.int8)
     function = getattr(impl.ops, op)
     arguments = batch.arguments(function, **extra(batch, op))
     name, _, word = argument.partition(": ")

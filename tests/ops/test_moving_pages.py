@@ -16,8 +16,10 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def filled(impl: Implementation, layout: str, dtype: torch.dtype = torch.float32) -> Batch:
-    batch = make_batch([100, 40], layout=layout, dtype=dtype)
+def filled(
+    impl: Implementation, layout: str, dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None
+) -> Batch:
+    batch = make_batch([100, 40], layout=layout, dtype=dtype, kv_dtype=kv_dtype)
     batch.seal(impl.ops.seal_pages)
     return batch
 
@@ -148,8 +150,9 @@ def test_no_page_ids_move_nothing(impl: Implementation) -> None:
         assert_same_bits(getattr(batch, part), before[part])
 
 
-def test_a_copied_page_is_attended_like_the_original(impl: Implementation) -> None:
-    batch = filled(impl, "channel_major")
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_a_copied_page_is_attended_like_the_original(impl: Implementation, kv_dtype: torch.dtype) -> None:
+    batch = filled(impl, "channel_major", kv_dtype=kv_dtype)
     expected = batch.run(impl.ops.sparse_decode)
     spare = sorted(set(range(len(batch.k_pages))) - set(batch.page_table.flatten().tolist()))[:2]
     batch.run(impl.ops.copy_pages, src_page_ids=batch.page_table[0, 1:3].clone(), dst_page_ids=int32(*spare))

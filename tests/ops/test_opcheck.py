@@ -16,8 +16,9 @@ from tinyserve_ops.testing import Batch, Implementation, make_batch
 def finite_batch(cpu: Implementation, **options: Any) -> Batch:
     """opcheck compares arguments by value, so pools hold no NaN here."""
     batch = make_batch([20, 50, -2], [3, 1, 2], **options)
-    for pool in (batch.k_pages, batch.v_pages):
-        pool.nan_to_num_(nan=0.0)
+    for pool in batch.pools.values():
+        if pool.is_floating_point():
+            pool.nan_to_num_(nan=0.0)
     batch.page_summary.zero_()
     batch.seal(cpu.ops.seal_pages)
     return batch
@@ -29,12 +30,15 @@ def check(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("layout", ["token_major", "channel_major"])
 @pytest.mark.parametrize(
     "op", ["append_kv", "score_pages", "attend_pages", "sparse_decode", "prefill_attention"]
 )
-def test_ops_on_batches_keep_their_contract(cpu: Implementation, op: str, layout: str) -> None:
-    batch = finite_batch(cpu, layout=layout)
+def test_ops_on_batches_keep_their_contract(
+    cpu: Implementation, op: str, layout: str, kv_dtype: torch.dtype
+) -> None:
+    batch = finite_batch(cpu, layout=layout, kv_dtype=kv_dtype)
     function = getattr(ops, op)
     check(function, batch.arguments(function))
 

@@ -11,10 +11,12 @@ import torch
 from tinyserve_ops import testing
 from tinyserve_ops.testing import Batch, Implementation, assert_close, make_batch
 
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+
 
 def assert_matches_oracle(impl: Implementation, batch: Batch) -> None:
     out, lse = batch.run(impl.ops.prefill_attention)
-    expected_out, expected_lse = testing.attention_oracle(batch)
+    expected_out, expected_lse = testing.attention_oracle(batch, new_tokens_as_given=True)
     assert out.dtype == batch.q.dtype
     assert lse.dtype == torch.float32
     assert_close(out, expected_out)
@@ -22,23 +24,33 @@ def assert_matches_oracle(impl: Implementation, batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_ragged_mixture_equals_float64(impl: Implementation, dtype: torch.dtype, layout: str) -> None:
+@pytest.mark.parametrize(("dtype", "kv_dtype"), testing.DTYPE_PAIRS)
+def test_a_ragged_mixture_equals_float64(
+    impl: Implementation, dtype: torch.dtype, kv_dtype: torch.dtype, layout: str
+) -> None:
     # first prompt, one decode token, nothing new, a chunk on a page boundary, one across pages
-    batch = make_batch([0, 33, 20, 32, 13], [40, 1, 0, 16, 37], num_heads=6, dtype=dtype, layout=layout,
-                       only_stored=True, seed=1)  # fmt: skip
+    batch = make_batch([0, 33, 20, 32, 13], [40, 1, 0, 16, 37], num_heads=6, dtype=dtype,
+                       kv_dtype=kv_dtype, layout=layout, only_stored=True, seed=1)  # fmt: skip
     assert_matches_oracle(impl, batch)
 
 
+@KV_DTYPES
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
-def test_every_page_boundary_equals_float64(impl: Implementation, page_size: int) -> None:
-    batch = make_batch([1, 15, 16, 17, 65], [2, 1, 15, 16, 17], page_size=page_size, only_stored=True, seed=2)
+def test_every_page_boundary_equals_float64(
+    impl: Implementation, page_size: int, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch(
+        [1, 15, 16, 17, 65], [2, 1, 15, 16, 17], page_size=page_size, kv_dtype=kv_dtype, only_stored=True,
+        seed=2,
+    )  # fmt: skip
     assert_matches_oracle(impl, batch)
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 112, 128, 160, 192, 256])
-def test_every_head_dim_equals_float64(impl: Implementation, head_dim: int) -> None:
-    assert_matches_oracle(impl, make_batch([0, 20], [9, 5], head_dim=head_dim, only_stored=True, seed=3))
+@KV_DTYPES
+def test_every_head_dim_equals_float64(impl: Implementation, head_dim: int, kv_dtype: torch.dtype) -> None:
+    batch = make_batch([0, 20], [9, 5], head_dim=head_dim, kv_dtype=kv_dtype, only_stored=True, seed=3)
+    assert_matches_oracle(impl, batch)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (5, 1), (4, 4), (8, 1), (28, 4), (7, 7)])
@@ -50,8 +62,11 @@ def test_every_grouping_equals_float64(impl: Implementation, num_heads: int, num
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 17, 40, 1000])
-def test_a_window_hides_what_lies_before_it(impl: Implementation, window: int) -> None:
-    batch = make_batch([0, 15, 50, 3], [30, 3, 20, 1], window=window, only_stored=True, seed=5)
+@KV_DTYPES
+def test_a_window_hides_what_lies_before_it(impl: Implementation, window: int, kv_dtype: torch.dtype) -> None:
+    batch = make_batch(
+        [0, 15, 50, 3], [30, 3, 20, 1], kv_dtype=kv_dtype, window=window, only_stored=True, seed=5
+    )
     assert_matches_oracle(impl, batch)
 
 
@@ -98,8 +113,11 @@ def test_chunks_equal_one_prefill(impl: Implementation) -> None:
         begin += size
 
 
-def test_new_keys_come_from_the_arguments_not_from_the_pages(impl: Implementation) -> None:
-    batch = make_batch([10, 0], [20, 30], only_stored=True, seed=9)
+@KV_DTYPES
+def test_new_keys_come_from_the_arguments_not_from_the_pages(
+    impl: Implementation, kv_dtype: torch.dtype
+) -> None:
+    batch = make_batch([10, 0], [20, 30], kv_dtype=kv_dtype, only_stored=True, seed=9)
     before, _ = batch.run(impl.ops.prefill_attention)
     batch.store()  # as after append_kv
     impl.assert_same(batch.run(impl.ops.prefill_attention)[0], before)
@@ -115,17 +133,14 @@ def test_it_equals_attention_over_pages_after_the_append(impl: Implementation) -
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    ("dtype", "kv_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.int8)],
 )
 def test_pages_of_another_dtype_keep_the_new_tokens_unrounded(
     impl: Implementation, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     batch = make_batch([30], [10], dtype=dtype, kv_dtype=kv_dtype, only_stored=True, seed=11)
-    expected, _ = testing.attention_oracle(
-        batch,
-        keys=[torch.cat([batch.keys[0][:30].double(), batch.k.double()])],
-        values=[torch.cat([batch.values[0][:30].double(), batch.v.double()])],
-    )
+    expected, _ = testing.attention_oracle(batch, new_tokens_as_given=True)
     assert_close(batch.run(impl.ops.prefill_attention)[0], expected)
 
 

@@ -44,6 +44,8 @@ def test_rows_are_a_multiple_of_16_bytes() -> None:
     ("scorer", "kv_dtype", "expected"),
     [
         ("bounds", torch.float16, "bounds"),
+        ("bounds", torch.int8, "bounds"),
+        ("bounds_mean", "int8", "bounds_mean"),
         ("mean_std", None, "mean_std"),
         ("bounds_full", torch.float32, "bounds_full_fp32"),
         ("bounds_full", "float16", "bounds_full_fp16"),
@@ -67,6 +69,9 @@ def test_names_resolve_to_what_the_ops_take(
         ("bounds_full", None, "kv_dtype"),
         ("bounds_full", torch.float64, "kv_dtype"),
         ("bounds_full", "int7", "kv_dtype"),
+        ("bounds_full", torch.int8, "scorer"),
+        ("bounds_full", "int8", "scorer"),
+        ("bounds_full_fp32", torch.int8, "scorer"),
         ("bounds_full_fp16", torch.float32, "scorer"),
         (3, torch.float32, "scorer"),
     ],

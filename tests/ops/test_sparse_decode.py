@@ -12,6 +12,7 @@ from tinyserve_ops.scorers import GROUP_REDUCTIONS, SCORERS
 from tinyserve_ops.testing import Batch, Implementation, assert_close, make_batch
 
 LENGTHS = [0, 15, 16, 255, 700]
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 
 
 def sealed(impl: Implementation, *args: object, **kwargs: object) -> Batch:
@@ -34,12 +35,19 @@ def stages(impl: Implementation, batch: Batch) -> tuple[torch.Tensor, ...]:
 def test_it_equals_score_then_select_then_attend(
     impl: Implementation, scorer: str, group_reduction: str
 ) -> None:
-    for dtype, layout, window in (
-        (torch.float32, "token_major", -1),
-        (torch.bfloat16, "channel_major", 300),
-        (torch.float16, "interleaved", -1),
+    for dtype, kv_dtype, layout, window in (
+        (torch.float32, torch.float32, "token_major", -1),
+        (torch.bfloat16, torch.bfloat16, "channel_major", 300),
+        (torch.float16, torch.float16, "interleaved", -1),
+        (torch.float16, torch.int8, "channel_major", 300),
+        (torch.float32, torch.int8, "interleaved", -1),
     ):
-        batch = sealed(impl, LENGTHS, num_heads=6, scorer=scorer, dtype=dtype, layout=layout, window=window)
+        if kv_dtype == torch.int8 and scorer == "bounds_full":
+            continue
+        batch = sealed(
+            impl, LENGTHS, num_heads=6, scorer=scorer, dtype=dtype, kv_dtype=kv_dtype, layout=layout,
+            window=window,
+        )  # fmt: skip
         batch.group_reduction = group_reduction
         results = zip(batch.run(impl.ops.sparse_decode), stages(impl, batch), strict=True)
         for fused, separate in results:
@@ -48,10 +56,11 @@ def test_it_equals_score_then_select_then_attend(
 
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
 @pytest.mark.parametrize("window", [-1, 40])
+@KV_DTYPES
 def test_a_budget_that_covers_everything_equals_dense_attention(
-    impl: Implementation, layout: str, window: int
+    impl: Implementation, layout: str, window: int, kv_dtype: torch.dtype
 ) -> None:
-    batch = sealed(impl, LENGTHS, layout=layout, window=window, page_budget=60)
+    batch = sealed(impl, LENGTHS, kv_dtype=kv_dtype, layout=layout, window=window, page_budget=60)
     out, lse, _, num_selected = batch.run(impl.ops.sparse_decode)
     dense_out, dense_lse, _ = batch.run(impl.ops.attend_pages)
     impl.assert_same(out, dense_out)
@@ -62,11 +71,11 @@ def test_a_budget_that_covers_everything_equals_dense_attention(
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), testing.DTYPE_PAIRS)
 def test_a_small_budget_equals_float64_attention_to_the_same_pages(
-    impl: Implementation, dtype: torch.dtype
+    impl: Implementation, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    batch = sealed(impl, LENGTHS, num_heads=9, num_kv_heads=3, dtype=dtype, page_budget=5)
+    batch = sealed(impl, LENGTHS, num_heads=9, num_kv_heads=3, dtype=dtype, kv_dtype=kv_dtype, page_budget=5)
     out, lse, selected_pages, num_selected = batch.run(impl.ops.sparse_decode)
     expected_out, expected_lse = testing.attention_oracle(batch, selected_pages=selected_pages)
     assert_close(out, expected_out)
@@ -110,8 +119,11 @@ def test_padding_rows_give_zeros_and_leave_the_others_alone(impl: Implementation
             impl.assert_same(alone, together[batch.new_tokens(b)])
 
 
-def test_a_sequence_alone_and_in_another_order_gives_the_same(impl: Implementation) -> None:
-    batch = sealed(impl, LENGTHS, num_heads=6)
+@KV_DTYPES
+def test_a_sequence_alone_and_in_another_order_gives_the_same(
+    impl: Implementation, kv_dtype: torch.dtype
+) -> None:
+    batch = sealed(impl, LENGTHS, num_heads=6, kv_dtype=kv_dtype)
     batch.page_budget = torch.tensor([3, 8, 4, 5, 7], dtype=torch.int32)
     batch.max_page_budget = 8
     together = batch.run(impl.ops.sparse_decode)
@@ -123,8 +135,9 @@ def test_a_sequence_alone_and_in_another_order_gives_the_same(impl: Implementati
         impl.assert_same(permuted, expected[torch.tensor(order)])
 
 
-def test_the_number_of_threads_changes_nothing(impl: Implementation) -> None:
-    batch = sealed(impl, [3000, 40], num_heads=9, num_kv_heads=3, page_budget=40)
+@KV_DTYPES
+def test_the_number_of_threads_changes_nothing(impl: Implementation, kv_dtype: torch.dtype) -> None:
+    batch = sealed(impl, [3000, 40], num_heads=9, num_kv_heads=3, kv_dtype=kv_dtype, page_budget=40)
     results = []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)

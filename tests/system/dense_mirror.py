@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tinyserve_ops import PagedKVCache
+from tinyserve_ops.testing import as_stored
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 3, 4, 2, 16
 SM_SCALE = HEAD_DIM**-0.5
@@ -84,6 +85,10 @@ class DenseMirror:
         self.cache.crop(seq, length)
         self.tokens[seq] = [(k[:length], v[:length]) for k, v in self.tokens[seq]]
 
+    def as_read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Keys or values as the pages give them back."""
+        return as_stored(tokens) if self.cache.dtype == torch.int8 else tokens
+
     def step(
         self, batch: list[tuple[int, int]], *, window: int = -1, check: bool = True, tolerance: float = 1e-5
     ) -> list[torch.Tensor]:
@@ -105,7 +110,10 @@ class DenseMirror:
                 k_now, v_now = torch.cat([old_k, k[rows]]), torch.cat([old_v, v[rows]])
                 self.tokens[seq][layer] = (k_now, v_now)
                 if check and num_new:
-                    expected = oracle(q[rows], k_now, v_now, window)
+                    # One new token is read from the pages, several are attended to as they were given.
+                    new_k, new_v = (self.as_read(new[rows]) if num_new == 1 else new[rows] for new in (k, v))
+                    keys = torch.cat([self.as_read(old_k), new_k])
+                    expected = oracle(q[rows], keys, torch.cat([self.as_read(old_v), new_v]), window)
                     torch.testing.assert_close(
                         outs[layer][rows].double(),
                         expected,
@@ -122,4 +130,4 @@ class DenseMirror:
         assert self.cache.length(seq) == self.tokens[seq][0][0].size(0)
         for layer in range(NUM_LAYERS):
             for got, expected in zip(self.cache.dense(layer, seq), self.tokens[seq][layer], strict=True):
-                assert torch.equal(got, expected.to(got.dtype).transpose(0, 1))
+                assert torch.equal(got, self.as_read(expected).to(got.dtype).transpose(0, 1))

@@ -92,6 +92,7 @@ def test_a_config_is_frozen():
         ({"scorer": 3}, TypeError, "scorer"),
         ({"group_reduction": "sum"}, ValueError, "group_reduction"),
         ({"kv_dtype": "int4"}, ValueError, "kv_dtype"),
+        ({"kv_dtype": "int8", "scorer": "bounds_full"}, ValueError, "scorer: expected 'bounds'.*bounds_full"),
         ({"max_kv_bytes": 0}, ValueError, "max_kv_bytes"),
         ({"record_selection": 1}, TypeError, "record_selection"),
     ],

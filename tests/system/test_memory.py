@@ -17,9 +17,11 @@ LLAMA = SimpleNamespace(
 GPT2 = SimpleNamespace(n_layer=12, n_embd=768, n_head=12)
 
 
-@pytest.mark.parametrize("scorer", ["bounds", "bounds_full", "mean"])
-def test_the_estimate_is_what_a_cache_holds(scorer):
-    config = SparseConfig(page_size=16, scorer=scorer)
+@pytest.mark.parametrize(
+    ("scorer", "kv_dtype"), [("bounds", None), ("bounds_full", None), ("mean", None), ("bounds", "int8")]
+)
+def test_the_estimate_is_what_a_cache_holds(scorer, kv_dtype):
+    config = SparseConfig(page_size=16, scorer=scorer, kv_dtype=kv_dtype)
     shape = SimpleNamespace(
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24, hidden_size=64
     )
@@ -47,6 +49,14 @@ def test_a_narrower_kv_dtype_halves_the_pages_but_not_full_attention():
     assert narrow.kv_bytes * 2 == wide.kv_bytes
     assert narrow.full_attention_bytes == wide.full_attention_bytes
     assert (narrow.kv_dtype, narrow.num_kv_heads, narrow.head_dim) == ("bfloat16", 12, 64)
+
+
+def test_int8_pages_cost_a_byte_per_number_and_four_per_row():
+    narrow = estimate_memory(GPT2, 1024, config=SparseConfig(kv_dtype="int8"))
+    assert narrow.kv_bytes == 1024 * 12 * 12 * 2 * (64 + 4)
+    half = estimate_memory(GPT2, 1024, config=SparseConfig(kv_dtype="bfloat16"))
+    assert round(half.kv_bytes / narrow.kv_bytes, 2) == 1.88
+    assert (narrow.kv_dtype, narrow.full_attention_bytes) == ("int8", half.full_attention_bytes)
 
 
 def test_the_text_part_of_a_multimodal_config_is_read():

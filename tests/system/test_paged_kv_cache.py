@@ -14,6 +14,7 @@ from dense_mirror import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, DenseMirror, new_ca
 from tinyserve_ops import OutOfPagesError, PagePool, SparseConfig
 
 GROUPS = [None, [[0, 2], [1]]]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 
 
 def used_pages(cache) -> list[int]:
@@ -22,8 +23,10 @@ def used_pages(cache) -> list[int]:
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
-def test_prefill_and_decode_equal_full_attention(page_size, groups):
-    mirror = DenseMirror(new_cache(config=SparseConfig(page_size=page_size), layer_groups=groups))
+@DTYPES
+def test_prefill_and_decode_equal_full_attention(dtype, page_size, groups):
+    config = SparseConfig(page_size=page_size)
+    mirror = DenseMirror(new_cache(config=config, dtype=dtype, layer_groups=groups))
     seq = mirror.new(33)
     for _ in range(page_size + 2):
         mirror.step([(seq, 1)])
@@ -80,9 +83,10 @@ def test_a_commit_without_all_layers_is_refused_and_names_them():
 
 @pytest.mark.parametrize("kept", [0, 15, 16, 17, 33])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_a_cropped_sequence_goes_on_as_if_the_rest_had_never_been(kept, groups):
+@DTYPES
+def test_a_cropped_sequence_goes_on_as_if_the_rest_had_never_been(dtype, kept, groups):
     config = SparseConfig(token_budget=64, dense_layers=0)
-    mirror = DenseMirror(new_cache(config=config, layer_groups=groups))
+    mirror = DenseMirror(new_cache(config=config, dtype=dtype, layer_groups=groups))
     cache = mirror.cache
     seq = mirror.new(33)
     mirror.crop(seq, kept)
@@ -92,7 +96,7 @@ def test_a_cropped_sequence_goes_on_as_if_the_rest_had_never_been(kept, groups):
         mirror.step([(seq, 1)])
     mirror.assert_contents(seq)
     # A page that filled up again has the summary of a page filled for the first time.
-    fresh = DenseMirror(new_cache(config=config, layer_groups=groups))
+    fresh = DenseMirror(new_cache(config=config, dtype=dtype, layer_groups=groups))
     other = fresh.cache.new_sequence()
     length = cache.length(seq)
     forward = fresh.cache.begin([(other, length)])
@@ -128,8 +132,9 @@ def test_reset_empties_the_sequences_and_the_stats():
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("copier", [copy.deepcopy, None])
-def test_copies_share_pages_and_diverge_on_the_first_write(copier, groups):
-    mirror = DenseMirror(new_cache(layer_groups=groups))
+@DTYPES
+def test_copies_share_pages_and_diverge_on_the_first_write(dtype, copier, groups):
+    mirror = DenseMirror(new_cache(dtype=dtype, layer_groups=groups))
     cache = mirror.cache
     seq = mirror.new(20)
     cache.set_next_position(seq, 25)
@@ -173,8 +178,9 @@ def test_a_collected_cache_gives_its_pages_back_to_the_shared_pool():
     pool.check()
 
 
-def test_reordering_moves_beams_and_gives_pages_back():
-    mirror = DenseMirror(new_cache())
+@DTYPES
+def test_reordering_moves_beams_and_gives_pages_back(dtype):
+    mirror = DenseMirror(new_cache(dtype=dtype))
     cache = mirror.cache
     beams = [mirror.new(20), mirror.new(18), mirror.new(17)]
     expected = [mirror.tokens[beams[i]] for i in (2, 0, 2)]
@@ -225,8 +231,9 @@ def test_a_full_pool_raises_without_any_effect():
     cache.check()
 
 
-def test_a_pool_grows_by_doubling_and_keeps_what_it_holds():
-    mirror = DenseMirror(new_cache(max_tokens=16))
+@DTYPES
+def test_a_pool_grows_by_doubling_and_keeps_what_it_holds(dtype):
+    mirror = DenseMirror(new_cache(dtype=dtype, max_tokens=16))
     cache = mirror.cache
     seq = mirror.new(10)
     other = mirror.new(90)
@@ -319,7 +326,7 @@ def test_a_registered_page_is_attached_to_another_sequence():
     cache.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
 def test_pages_may_be_narrower_than_the_model(dtype):
     config = SparseConfig(kv_dtype=str(dtype).removeprefix("torch."))
     mirror = DenseMirror(new_cache(config=config))
@@ -329,15 +336,27 @@ def test_pages_may_be_narrower_than_the_model(dtype):
     mirror.assert_contents(seq)
 
 
-def test_one_cache_works_under_all_grad_modes_in_turn():
+@DTYPES
+def test_one_cache_works_under_all_grad_modes_in_turn(dtype):
     with torch.inference_mode():
-        mirror = DenseMirror(new_cache(max_tokens=16))
+        mirror = DenseMirror(new_cache(dtype=dtype, max_tokens=16))
         seq = mirror.new(20)
     for step in range(40):
         mode = [torch.inference_mode, torch.no_grad, torch.enable_grad][step % 3]
         with mode():
             mirror.step([(seq, 1)])
     mirror.assert_contents(seq)
+
+
+def test_the_stats_count_the_scales_of_int8_pages():
+    mirror = DenseMirror(new_cache(config=SparseConfig(dense_layers=NUM_LAYERS, kv_dtype="int8")))
+    seq = mirror.new(20)
+    mirror.step([(seq, 1)])
+    stats, layer = mirror.cache.stats(), mirror.cache.pool.layers[0]
+    assert layer.kv_bytes_per_token == 2 * (HEAD_DIM + 4)
+    assert layer.bytes_per_page == sum(part[0].numel() * part.element_size() for part in layer.parts)
+    assert stats.kv_bytes_read == stats.tokens_attended * 2 * (HEAD_DIM + 4)
+    assert stats.kv_bytes_held == 2 * NUM_LAYERS * layer.bytes_per_page
 
 
 def test_a_decode_step_writes_only_new_page_table_entries(monkeypatch):
@@ -359,9 +378,11 @@ def test_a_decode_step_writes_only_new_page_table_entries(monkeypatch):
     cache.check()
 
 
-def test_random_work_keeps_contents_and_accounting_right():
+@DTYPES
+def test_random_work_keeps_contents_and_accounting_right(dtype):
+    config = SparseConfig(page_size=4)
     mirror = DenseMirror(
-        new_cache(max_tokens=64, config=SparseConfig(page_size=4), layer_groups=[[0], [1, 2]]), seed=3
+        new_cache(max_tokens=64, config=config, dtype=dtype, layer_groups=[[0], [1, 2]]), seed=3
     )
     cache = mirror.cache
     random = torch.Generator().manual_seed(5)
@@ -395,6 +416,7 @@ def test_random_work_keeps_contents_and_accounting_right():
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"dtype": torch.int32}, "dtype"),
+        ({"dtype": torch.int8, "config": SparseConfig(scorer="bounds_full")}, "scorer: expected 'bounds'"),
         ({"device": "cuda"}, "device: expected cpu .*got cuda"),
         ({"config": SparseConfig(max_kv_bytes=10)}, "max_kv_bytes"),
     ],

@@ -50,8 +50,9 @@ def two_caches(config, **options):
 @pytest.mark.parametrize("window", [-1, 6])
 @pytest.mark.parametrize("groups", [None, [[0, 2], [1]]])
 @pytest.mark.parametrize("budget", list(BUDGETS))
-def test_reserved_steps_equal_ordinary_ones_bit_for_bit(budget, groups, window):
-    mirror, other, seqs = two_caches(BUDGETS[budget], layer_groups=groups)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_reserved_steps_equal_ordinary_ones_bit_for_bit(dtype, budget, groups, window):
+    mirror, other, seqs = two_caches(BUDGETS[budget], dtype=dtype, layer_groups=groups)
     cache = mirror.cache
     cache.reset_stats()
     reserved = cache.reserve(seqs, 40)
@@ -84,10 +85,17 @@ def test_reserved_steps_equal_ordinary_ones_bit_for_bit(budget, groups, window):
     cache.check()
 
 
-@pytest.mark.parametrize(("mode", "window"), [(torch.no_grad, -1), (torch.inference_mode, 6)])
+@pytest.mark.parametrize(
+    ("mode", "window", "dtype"),
+    [
+        (torch.no_grad, -1, torch.float32),
+        (torch.inference_mode, 6, torch.float32),
+        (torch.no_grad, -1, torch.int8),
+    ],
+)
 @pytest.mark.parametrize("budget", list(BUDGETS))
-def test_a_step_compiles_without_graph_break_and_once(budget, mode, window):
-    mirror, other, seqs = two_caches(BUDGETS[budget])
+def test_a_step_compiles_without_graph_break_and_once(budget, mode, window, dtype):
+    mirror, other, seqs = two_caches(BUDGETS[budget], dtype=dtype)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     with mirror.cache.reserve(seqs, 40) as reserved, mode():

@@ -12,6 +12,7 @@ from dense_mirror import NUM_LAYERS, DenseMirror, new_cache
 
 from tinyserve_ops import OutOfPagesError, PagedKVCache, PagePool, SparseConfig
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 CONFIG = SparseConfig(page_size=4, token_budget=16, dense_layers=0)
 
 
@@ -39,7 +40,7 @@ def with_header(data: bytes, header: dict) -> bytes:
 
 
 @pytest.mark.parametrize("groups", [None, [[0, 2], [1]]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 def test_a_round_trip_is_bit_exact_and_keeps_prefixes_shared(dtype, groups):
     mirror, seqs = filled(dtype=dtype, layer_groups=groups)
     data = mirror.cache.export(seqs)
@@ -56,9 +57,10 @@ def test_a_round_trip_is_bit_exact_and_keeps_prefixes_shared(dtype, groups):
     other.cache.check()
 
 
-def test_an_imported_sequence_decodes_as_the_original_does():
-    mirror, seqs = filled()
-    other = DenseMirror(new_cache(config=CONFIG))
+@DTYPES
+def test_an_imported_sequence_decodes_as_the_original_does(dtype):
+    mirror, seqs = filled(dtype=dtype)
+    other = DenseMirror(new_cache(config=CONFIG, dtype=dtype))
     handles = other.cache.import_(mirror.cache.export(seqs))
     for seq, handle in zip(seqs, handles, strict=True):
         other.tokens[handle] = list(mirror.tokens[seq])
@@ -68,8 +70,9 @@ def test_an_imported_sequence_decodes_as_the_original_does():
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_slots_beyond_the_length_are_not_exported():
-    mirror = DenseMirror(new_cache(config=CONFIG))
+@DTYPES
+def test_slots_beyond_the_length_are_not_exported(dtype):
+    mirror = DenseMirror(new_cache(config=CONFIG, dtype=dtype))
     seq = mirror.new(11)
     data = mirror.cache.export([seq])
     for _ in range(3):
@@ -78,10 +81,11 @@ def test_slots_beyond_the_length_are_not_exported():
     assert mirror.cache.export([seq]) == data
 
 
-def test_layouts_of_the_pool_exchange_data():
-    mirror, seqs = filled()
-    pool = PagePool(NUM_LAYERS, 2, 16, config=CONFIG, dtype=torch.float32, max_tokens=64, channel_major=False)
-    other = new_cache(config=CONFIG, pool=pool)
+@DTYPES
+def test_layouts_of_the_pool_exchange_data(dtype):
+    mirror, seqs = filled(dtype=dtype)
+    pool = PagePool(NUM_LAYERS, 2, 16, config=CONFIG, dtype=dtype, max_tokens=64, channel_major=False)
+    other = new_cache(config=CONFIG, dtype=dtype, pool=pool)
     data = mirror.cache.export(seqs)
     assert other.export(other.import_(data)) == data
 
@@ -93,6 +97,7 @@ def test_layouts_of_the_pool_exchange_data():
         ("page_size", {"config": CONFIG.replace(page_size=2)}),
         ("scorer", {"config": CONFIG.replace(scorer="mean")}),
         ("kv_dtype", {"dtype": torch.float16}),
+        ("kv_dtype", {"dtype": torch.int8}),
         ("layer_groups", {"layer_groups": [[0], [1, 2]]}),
     ],
 )
@@ -179,7 +184,7 @@ def test_a_cache_is_not_pickled():
         pickle.dumps(new_cache())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_an_empty_sequence_alone_comes_back_empty(dtype):
     cache = new_cache(config=CONFIG, dtype=dtype)
     data = cache.export([cache.new_sequence()])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tinyserve_ops.reference import checks
+from tinyserve_ops.reference.quantisation import dequantise
 from tinyserve_ops.reference.rows import Row, page_positions, rows_of
 from tinyserve_ops.reference.scoring import score_pages
 from tinyserve_ops.reference.selection import select_pages
@@ -59,8 +60,9 @@ def attend_pages(
             if not seen.any():
                 continue
             page_ids = page_table[row.sequence, pages]
-            keys, values = k_pages[page_ids, head].flatten(0, 1), v_pages[page_ids, head].flatten(0, 1)
-            logits = sm_scale * (queries[head] @ keys.float().T)
+            keys = _read_pages(k_pages, k_scales, page_ids, head)
+            values = _read_pages(v_pages, v_scales, page_ids, head)
+            logits = sm_scale * (queries[head] @ keys.T)
             logits = logits.masked_fill(~seen, -torch.inf)
             group = slice(head * queries.shape[1], (head + 1) * queries.shape[1])
             out[row.token, group], lse[row.token, group] = _softmax_attention(logits, values, seen)
@@ -98,6 +100,7 @@ def sparse_decode(
     checks.check_kv_pages(k_pages, v_pages, k_scales, v_scales)
     num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
     checks.check_heads(q, num_kv_heads, head_dim)
+    checks.check_scorer_dtype(scorer, k_pages)
     checks.check_summary(page_summary, scorer, num_kv_heads, head_dim, num_pages)
     page_scores = score_pages(
         q,
@@ -183,17 +186,23 @@ def prefill_attention(
             keys, values = (
                 torch.cat(
                     [
-                        pool[page_ids, head].flatten(0, 1)[: max(stored_len, 0)].float(),
+                        _read_pages(pool, scales, page_ids, head)[: max(stored_len, 0)],
                         new[first_token : row.token + 1, head].float(),
                     ]
                 )
-                for pool, new in ((k_pages, k), (v_pages, v))
+                for pool, scales, new in ((k_pages, k_scales, k), (v_pages, v_scales, v))
             )
             logits = sm_scale * (queries[head] @ keys.T)
             logits = logits.masked_fill(~seen, -torch.inf)
             group = slice(head * queries.shape[1], (head + 1) * queries.shape[1])
             out[row.token, group], lse[row.token, group] = _softmax_attention(logits, values, seen)
     return out.to(q.dtype), lse
+
+
+def _read_pages(pages: Tensor, scales: Tensor | None, page_ids: Tensor, head: int) -> Tensor:
+    """Tokens of one kv head in pages `page_ids`, fp32 [n * page_size, head_dim]."""
+    tokens = dequantise(pages[page_ids, head], None if scales is None else scales[page_ids, head])
+    return tokens.flatten(0, 1)
 
 
 def _page_list(
@@ -209,4 +218,4 @@ def _softmax_attention(logits: Tensor, values: Tensor, seen: Tensor) -> tuple[Te
     """logits [group_size, n], -inf where not seen; values [n, head_dim] -> out, lse of the group."""
     lse = logits.logsumexp(1)
     weights = logits.softmax(1)  # not exp(logits - lse): a large lse has lost its fraction
-    return weights @ values.float().masked_fill(~seen[:, None], 0.0), lse
+    return weights @ values.masked_fill(~seen[:, None], 0.0), lse

@@ -15,6 +15,7 @@ from tinyserve_ops.reference.rows import rows_of
 from tinyserve_ops.scorers import HEAD_DIMS, PAGE_SIZES, check_group_reduction, find_op_scorer, summary_bytes
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_PAGES = (*_FLOATS, torch.int8)
 _INT32 = (torch.int32,)
 _FP32 = (torch.float32,)
 _UINT8 = (torch.uint8,)
@@ -76,13 +77,13 @@ def check_options(window: int, softcap: float = 0.0) -> None:
 def check_kv_pages(
     k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
 ) -> None:
-    for argument, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
-        require(scales is None, argument, "None (int8 pages are not implemented)", "a tensor")
     _check_pool("k_pages", k_pages, (None, None, None, None))
+    _check_scales("k_scales", k_scales, k_pages)
     _check_pool("v_pages", v_pages, tuple(k_pages.shape))
     if v_pages.dtype != k_pages.dtype:
         raise TypeError(f"v_pages: expected the dtype of k_pages, {k_pages.dtype}, got {v_pages.dtype}")
     require(v_pages.stride(3) == 1, "v_pages", "stride 1 along head_dim", v_pages.stride())
+    _check_scales("v_scales", v_scales, v_pages)
 
 
 def check_summary(
@@ -136,7 +137,7 @@ def check_append_kv(
     check_batch(k.shape[0], cu_query_lens, seq_lens)
     check_tensor("page_table", page_table, _INT32, (seq_lens.shape[0], None))
     if page_summary is not None:
-        _check_scorer_dtype(scorer, k_pages)
+        check_scorer_dtype(scorer, k_pages)
         check_summary(page_summary, scorer, num_kv_heads, head_dim, num_pages)
     table = page_table.tolist()
     for row in rows_of(cu_query_lens, seq_lens):
@@ -147,9 +148,9 @@ def check_append_kv(
 def check_seal_pages(
     page_ids: Tensor, k_pages: Tensor, k_scales: Tensor | None, page_summary: Tensor, scorer: str
 ) -> None:
-    require(k_scales is None, "k_scales", "None (int8 pages are not implemented)", "a tensor")
     _check_pool("k_pages", k_pages, (None, None, None, None))
-    _check_scorer_dtype(scorer, k_pages)
+    _check_scales("k_scales", k_scales, k_pages)
+    check_scorer_dtype(scorer, k_pages)
     check_summary(page_summary, scorer, k_pages.shape[1], k_pages.shape[3], k_pages.shape[0])
     check_page_ids("page_ids", page_ids, k_pages.shape[0])
 
@@ -331,7 +332,7 @@ def _check_parts(pools: Parts) -> int:
             continue
         shape = (None, None) if num_pages < 0 else (num_pages, num_kv_heads)
         rest = (None, None) if name in ("k_pages", "v_pages") else (None,)
-        check_tensor(name, pool, (*_FLOATS, torch.int8, torch.uint8), (*shape, *rest))
+        check_tensor(name, pool, (*_PAGES, torch.uint8), (*shape, *rest))
         num_pages, num_kv_heads = pool.shape[:2]
     return num_pages
 
@@ -346,7 +347,7 @@ def _check_head_dim(argument: str, head_dim: int) -> None:
 
 
 def _check_pool(argument: str, pool: Tensor, shape: tuple[int | None, ...]) -> None:
-    check_tensor(argument, pool, _FLOATS, shape)
+    check_tensor(argument, pool, _PAGES, shape)
     require(pool.shape[1] > 0, argument, "at least one kv head", list(pool.shape))
     require(pool.shape[2] in PAGE_SIZES, argument, "a page_size of 1 to 64", pool.shape[2])
     _check_head_dim(argument, pool.shape[3])
@@ -354,8 +355,27 @@ def _check_pool(argument: str, pool: Tensor, shape: tuple[int | None, ...]) -> N
     require(1 in strides[2:], argument, "stride 1 along head_dim or along the tokens of a page", strides)
 
 
-def _check_scorer_dtype(scorer: str, k_pages: Tensor) -> None:
+def _check_scales(argument: str, scales: Tensor | None, pages: Tensor) -> None:
+    """There exactly where the pages are int8."""
+    if pages.dtype != torch.int8:
+        require(scales is None, argument, f"None beside pages of {pages.dtype}", "a tensor")
+        return
+    require(scales is not None, argument, "a tensor of scales beside int8 pages", None)
+    assert scales is not None
+    check_tensor(argument, scales, _FP32, tuple(pages.shape[:3]))
+    require(
+        scales.shape[2] == 1 or scales.stride(2) == 1, argument, "stride 1 along the tokens", scales.stride()
+    )
+
+
+def check_scorer_dtype(scorer: str, k_pages: Tensor) -> None:
     dtype = find_op_scorer(scorer)[1]
+    require(
+        dtype is None or k_pages.dtype != torch.int8,
+        "scorer",
+        "bounds or another scorer with int8 summaries for int8 pages",
+        repr(scorer),
+    )
     require(
         dtype in (None, k_pages.dtype), "scorer", f"the variant for k_pages of {k_pages.dtype}", repr(scorer)
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tinyserve_ops.reference import checks
+from tinyserve_ops.reference.quantisation import dequantise, quantise_rows
 from tinyserve_ops.reference.rows import rows_of
 from tinyserve_ops.reference.summaries import summarise
 
@@ -30,7 +31,7 @@ def append_kv(
     """Writes new keys and values [num_tokens, num_kv_heads, head_dim] to their stored positions; seals full
     pages.
 
-    Padding slots (negative positions) are skipped. Mutates k_pages, v_pages and page_summary.
+    Padding slots (negative positions) are skipped. Mutates the pages, their scales and page_summary.
     """
     checks.check_append_kv(
         k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales, v_scales, page_summary, scorer
@@ -41,10 +42,13 @@ def append_kv(
             continue
         page, slot = divmod(row.position, page_size)
         page_id = int(page_table[row.sequence, page])
-        k_pages[page_id, :, slot] = k[row.token].to(k_pages.dtype)
-        v_pages[page_id, :, slot] = v[row.token].to(v_pages.dtype)
+        for new, pages, scales in ((k, k_pages, k_scales), (v, v_pages, v_scales)):
+            if scales is None:
+                pages[page_id, :, slot] = new[row.token].to(pages.dtype)
+            else:
+                pages[page_id, :, slot], scales[page_id, :, slot] = quantise_rows(new[row.token])
         if page_summary is not None and row.sealed(page, page_size):
-            page_summary[page_id] = summarise(k_pages[page_id], scorer)
+            page_summary[page_id] = _summary_of(page_id, k_pages, k_scales, scorer)
 
 
 def seal_pages(
@@ -53,7 +57,7 @@ def seal_pages(
     """(Re)computes the summaries of full pages. Mutates page_summary."""
     checks.check_seal_pages(page_ids, k_pages, k_scales, page_summary, scorer)
     for page_id in page_ids.tolist():
-        page_summary[page_id] = summarise(k_pages[page_id], scorer)
+        page_summary[page_id] = _summary_of(page_id, k_pages, k_scales, scorer)
 
 
 def copy_pages(
@@ -124,6 +128,12 @@ def scatter_pages(
     for source, pool in zip(sources.values(), pools.values(), strict=True):
         if source is not None and pool is not None:
             pool[page_ids.long()] = source
+
+
+def _summary_of(page_id: int, k_pages: Tensor, k_scales: Tensor | None, scorer: str) -> Tensor:
+    if k_scales is None:
+        return summarise(k_pages[page_id], scorer)
+    return summarise(dequantise(k_pages[page_id], k_scales[page_id]), scorer)
 
 
 def _parts(

@@ -6,25 +6,30 @@ in every slot that no token fills), so that reading one slot too many shows.
 
 from __future__ import annotations
 
-from tinyserve_ops.testing.batches import LAYOUTS, Batch, make_batch, make_pools
+from tinyserve_ops.testing.batches import DTYPE_PAIRS, LAYOUTS, Batch, make_batch, make_pools, make_scales
 from tinyserve_ops.testing.compare import assert_close, assert_refused, assert_same_bits, tolerance
 from tinyserve_ops.testing.implementations import IMPLEMENTATION_NAMES, Implementation, get_implementation
+from tinyserve_ops.testing.int8_rows import as_stored, expected_rows
 from tinyserve_ops.testing.oracle import attention_oracle, read_summary, score_oracle
 from tinyserve_ops.testing.views import fused_views, strided_views
 
 __all__ = [
+    "DTYPE_PAIRS",
     "IMPLEMENTATION_NAMES",
     "LAYOUTS",
     "Batch",
     "Implementation",
+    "as_stored",
     "assert_close",
     "assert_refused",
     "assert_same_bits",
     "attention_oracle",
+    "expected_rows",
     "fused_views",
     "get_implementation",
     "make_batch",
     "make_pools",
+    "make_scales",
     "read_summary",
     "score_oracle",
     "strided_views",

@@ -2,7 +2,8 @@
 
 The pools are filled from `Batch.keys` and `Batch.values` by indexing alone, so an oracle that reads the
 plain tokens shares nothing with the code under test. Page ids are shuffled; every slot that no visible token
-fills holds NaN and every summary byte 0xff (NaN in each of the formats in use).
+fills holds NaN (in int8 pages the code -128 and the scale NaN, which no row has) and every summary byte 0xff
+(NaN in each of the formats in use).
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ import torch
 from torch import Tensor
 
 from tinyserve_ops.scorers import resolve, summary_bytes
+from tinyserve_ops.testing.int8_rows import as_stored, expected_rows
 
+POOLS = ("k_pages", "v_pages", "k_scales", "v_scales", "page_summary")
+# Of queries and new tokens, and of the pages.
+DTYPE_PAIRS = (
+    (torch.float32, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8),
+)
 LAYOUTS = ("token_major", "channel_major", "interleaved")
 
 
@@ -30,8 +41,9 @@ class SealPages(Protocol):
 class Batch:
     """Arguments of the ops under their own names, plus the tokens behind them.
 
-    keys and values hold one tensor [length, num_kv_heads, head_dim] per sequence in the pools' dtype, new
-    tokens included; padding slots (negative positions) have none.
+    keys and values hold one tensor [length, num_kv_heads, head_dim] per sequence, new tokens included,
+    rounded to the pools' dtype (those for int8 pages are not: `stored_tokens` is what such pages give back);
+    padding slots (negative positions) have none.
     """
 
     q: Tensor
@@ -66,6 +78,25 @@ class Batch:
     @property
     def num_kv_heads(self) -> int:
         return self.k_pages.shape[1]
+
+    @property
+    def pools(self) -> dict[str, Tensor]:
+        """The pools that there are, by name."""
+        return {name: getattr(self, name) for name in POOLS if getattr(self, name) is not None}
+
+    def with_own_pools(self) -> Batch:
+        """The same batch over copies of the pools."""
+        copies: dict[str, Any] = {}
+        for name, pool in self.pools.items():  # clone keeps the strides of a dense tensor only
+            copies[name] = torch.empty_strided(pool.shape, pool.stride(), dtype=pool.dtype).copy_(pool)
+        return replace(self, **copies)
+
+    def stored_tokens(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a sequence as attention reads them from the pages, float64."""
+        tokens = (self.keys[sequence], self.values[sequence])
+        if self.k_scales is None:
+            return tokens[0].double(), tokens[1].double()
+        return as_stored(tokens[0]), as_stored(tokens[1])
 
     def arguments(self, op: Callable[..., Any], **overrides: Any) -> dict[str, Any]:
         """The keyword arguments of `op`: `overrides`, else this batch's, else left to the op's default."""
@@ -111,15 +142,23 @@ class Batch:
 
         With `only_stored`, new tokens are left out, as before `append_kv`.
         """
-        self.k_pages.fill_(torch.nan)
-        self.v_pages.fill_(torch.nan)
         self.page_summary.fill_(0xFF)
-        for b, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            end = max(0, int(self.seq_lens[b])) if only_stored else len(keys)
-            for position in range(end):
-                page_id = int(self.page_table[b, position // self.page_size])
-                self.k_pages[page_id, :, position % self.page_size] = keys[position]
-                self.v_pages[page_id, :, position % self.page_size] = values[position]
+        for pages, scales, tokens in (
+            (self.k_pages, self.k_scales, self.keys),
+            (self.v_pages, self.v_scales, self.values),
+        ):
+            pages.fill_(torch.nan if scales is None else -128)
+            if scales is not None:
+                scales.fill_(torch.nan)
+            for b, rows in enumerate(tokens):
+                end = max(0, int(self.seq_lens[b])) if only_stored else len(rows)
+                codes, row_scales = (rows, None) if scales is None else expected_rows(rows)
+                for position in range(end):
+                    page_id = int(self.page_table[b, position // self.page_size])
+                    slot = position % self.page_size
+                    pages[page_id, :, slot] = codes[position]
+                    if scales is not None and row_scales is not None:
+                        scales[page_id, :, slot] = row_scales[position]
 
     def sealed_page_ids(self) -> Tensor:
         """Ids of all pages full of tokens."""
@@ -196,8 +235,12 @@ def make_batch(
         num_new = min(new, length)
         for history, packed in ((keys, k), (values, v)):
             stored = normal(length - num_new, num_kv_heads, head_dim)
-            history.append(torch.cat([stored, packed[end - num_new : end]]).to(kv_dtype))
+            tokens = torch.cat([stored, packed[end - num_new : end]])
+            history.append(tokens if kv_dtype == torch.int8 else tokens.to(kv_dtype))
     k_pages, v_pages = make_pools(total_pages, num_kv_heads, page_size, head_dim, kv_dtype, layout)
+    k_scales, v_scales = None, None
+    if kv_dtype == torch.int8:
+        k_scales, v_scales = make_scales(total_pages, num_kv_heads, page_size, layout)
     op_scorer = resolve(scorer, kv_dtype)
     batch = Batch(
         q=normal(num_tokens, num_heads, head_dim),
@@ -218,6 +261,8 @@ def make_batch(
         scorer=op_scorer,
         sm_scale=head_dim**-0.5,
         window=window,
+        k_scales=k_scales,
+        v_scales=v_scales,
     )
     batch.store(only_stored=only_stored)
     return batch
@@ -241,6 +286,17 @@ def make_pools(
         shared = torch.empty(num_pages + 1, 2, *shape, dtype=dtype)[1:]
         return shared[:, 0], shared[:, 1]
     raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+
+
+def make_scales(num_pages: int, num_kv_heads: int, page_size: int, layout: str) -> tuple[Tensor, Tensor]:
+    """Returns fp32 K and V scales [num_pages, num_kv_heads, page_size], uninitialised.
+
+    "interleaved" ones share a tensor like the pages, with a gap behind each head.
+    """
+    if layout == "interleaved":
+        shared = torch.empty(num_pages + 1, 2, num_kv_heads, page_size + 3)[1:, :, :, :page_size]
+        return shared[:, 0], shared[:, 1]
+    return torch.empty(num_pages, num_kv_heads, page_size), torch.empty(num_pages, num_kv_heads, page_size)
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:

@@ -85,7 +85,8 @@ def assert_refused(op: Callable[..., Any], arguments: Mapping[str, Any], argumen
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
+    # A clone, because a tensor of one element counts as contiguous whatever its strides.
+    return tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def _is_cpu(value: object) -> bool:

@@ -5,8 +5,6 @@ Attention is a dense softmax with a mask. Scores are computed from summary bytes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,22 +26,24 @@ def attention_oracle(
     batch: Batch,
     *,
     selected_pages: Tensor | None = None,
-    keys: Sequence[Tensor] | None = None,
-    values: Sequence[Tensor] | None = None,
+    new_tokens_as_given: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention of every new token: out and lse in float64.
 
     Args:
         selected_pages: restricts each row and kv head to tokens of these logical pages (-1 is ignored).
-        keys, values: tokens of each sequence instead of the batch's own.
+        new_tokens_as_given: the new tokens are not read from the pages but from k and v, unrounded.
     """
     num_heads = batch.q.shape[1]
     out = torch.zeros(batch.q.shape, dtype=torch.float64)
     lse = torch.full((len(batch.q), num_heads), -torch.inf, dtype=torch.float64)
     for b, stored_len in enumerate(batch.seq_lens.tolist()):
-        all_keys = (batch.keys if keys is None else keys)[b].double()
-        all_values = (batch.values if values is None else values)[b].double()
+        all_keys, all_values = batch.stored_tokens(b)
         tokens = batch.new_tokens(b)
+        if new_tokens_as_given:
+            new = slice(tokens.start + max(0, -stored_len), tokens.stop)
+            all_keys = torch.cat([all_keys[: max(0, stored_len)], batch.k[new].double()])
+            all_values = torch.cat([all_values[: max(0, stored_len)], batch.v[new].double()])
         for offset, token in enumerate(range(tokens.start, tokens.stop)):
             position = stored_len + offset
             if position < 0:

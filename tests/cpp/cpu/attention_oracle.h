@@ -105,10 +105,12 @@ inline Attention attend(const KernelTable& kernels, const PagedProblem& problem,
   const int64_t max_chunks =
       std::max<int64_t>(1, (width + core::kChunkPages - 1) / core::kChunkPages) + spare_chunks;
   const int64_t num_heads = problem.num_rows() * shape.num_heads();
-  Attention result{.out = Elements(shape.type, num_heads * shape.head_dim),
+  Attention result{.out = Elements(shape.query_type(), num_heads * shape.head_dim),
                    .lse = std::vector<float>(num_heads, static_cast<float>(kNan)),
                    .page_lse = {}};
   if (with_page_lse) result.page_lse.assign(num_heads * width, -static_cast<float>(kInfinity));
+  const int64_t num_row_heads = problem.num_rows() * shape.num_kv_heads;
+  std::vector<int32_t> chunks_done(num_row_heads, 0);
   std::vector<float> partials(num_heads * max_chunks * (shape.head_dim + 2), static_cast<float>(kNan));
   const core::AttendPagesParams params{.q = problem.q,
                                        .rows = problem.rows.data(),
@@ -124,12 +126,11 @@ inline Attention attend(const KernelTable& kernels, const PagedProblem& problem,
                                        .max_chunks = max_chunks,
                                        .sm_scale = shape.sm_scale(),
                                        .partials = partials.data(),
+                                       .chunks_done = chunks_done.data(),
                                        .page_lse = with_page_lse ? result.page_lse.data() : nullptr,
                                        .out = result.out.data(),
                                        .lse = result.lse.data()};
-  const int64_t num_row_heads = problem.num_rows() * shape.num_kv_heads;
   run(kernels.attend_pages, params, num_row_heads * max_chunks, schedule);
-  run(kernels.merge_chunks, params, num_row_heads, schedule);
   return result;
 }
 

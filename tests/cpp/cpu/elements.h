@@ -1,5 +1,6 @@
 // Tensor storage of the kernel tests and their own conversions between element types, written from the
-// definition of the formats in double precision. Memory nobody has set reads as NaN in every type.
+// definition of the formats in double precision. Memory nobody has set reads as NaN in every floating-point
+// type, and as -1 in int8, whose scales then are NaN (paged_problem.h).
 #pragma once
 
 #include <catch2/catch_test_macros.hpp>
@@ -23,6 +24,8 @@ inline constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 inline constexpr ElementType kElementTypes[] = {ElementType::kFloat32, ElementType::kFloat16,
                                                 ElementType::kBFloat16};
+inline constexpr ElementType kPageTypes[] = {ElementType::kFloat32, ElementType::kFloat16,
+                                             ElementType::kBFloat16, ElementType::kInt8};
 
 // A binary floating-point format of 16 bits.
 struct SmallFloat {
@@ -90,8 +93,11 @@ class Elements {
   const uint8_t* data() const { return bytes_.data(); }
   const std::vector<uint8_t>& bytes() const { return bytes_; }
 
+  // int8 takes and gives the code itself.
   void set(int64_t i, double x) {
-    if (type_ == ElementType::kFloat32) {
+    if (type_ == ElementType::kInt8) {
+      bytes_[i] = static_cast<uint8_t>(static_cast<int8_t>(x));
+    } else if (type_ == ElementType::kFloat32) {
       const auto value = static_cast<float>(x);
       std::memcpy(&bytes_[4 * i], &value, 4);
     } else {
@@ -100,6 +106,7 @@ class Elements {
     }
   }
   double get(int64_t i) const {
+    if (type_ == ElementType::kInt8) return static_cast<int8_t>(bytes_[i]);
     if (type_ == ElementType::kFloat32) {
       float value;
       std::memcpy(&value, &bytes_[4 * i], 4);

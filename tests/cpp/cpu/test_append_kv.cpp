@@ -1,8 +1,11 @@
-// append_kv against plain stores to the places the layout gives, with the reference conversions.
+// append_kv against plain stores to the places the layout gives, with the reference conversions; into int8
+// pages against the definition of the scale and the codes.
 #include <catch2/catch_test_macros.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -32,9 +35,13 @@ struct Appending {
     token_stride = 3 * shape.num_kv_heads * shape.head_dim;
     source = Elements(source_type, num_tokens * token_stride);
     std::normal_distribution<double> normal(0.0, 100.0);
-    constexpr double kSpecial[] = {0.0, -0.0, kInfinity, -kInfinity, 7e4, -1e-7, 1e-40, 65519.9, 3e38};
+    // By token: numbers of one size, numbers of all sizes, infinities and NaN among them (poison in int8).
+    constexpr double kSpecial[] = {0.0, -0.0, 7e4, -1e-7, 1e-40, 65519.9, 3e38, kInfinity, -kInfinity, kNan};
     for (int64_t i = 0; i < source.size(); ++i) {
-      source.set(i, random() % 8 == 0 ? kSpecial[random() % std::size(kSpecial)] : normal(random));
+      const int64_t token = i / token_stride;
+      const size_t num_special = token % 3 == 0 ? 2 : (token % 3 == 1 ? 6 : std::size(kSpecial));
+      const bool is_zero = token % 7 == 6;
+      source.set(i, random() % 8 == 0 ? kSpecial[random() % num_special] : (is_zero ? -0.0 : normal(random)));
     }
   }
 
@@ -94,7 +101,56 @@ struct EmptyPools {
   PagedProblem problem;
 };
 
-Elements expected_pool(const Appending& appending, EmptyPools& pools, int part) {
+// Codes of a row of int8 pages, and its scale.
+float expected_row(const std::vector<double>& row, std::vector<double>& codes) {
+  codes.assign(row.size(), 0.0);
+  float amax = 0.0F;
+  for (const double x : row) {
+    if (!std::isfinite(x)) return std::numeric_limits<float>::quiet_NaN();
+    amax = std::max(amax, std::fabs(static_cast<float>(x)));
+  }
+  const float scale = amax / 127.0F;
+  for (size_t d = 0; d < row.size() && scale > 0.0F; ++d) {
+    codes[d] = std::clamp(std::nearbyint(static_cast<float>(row[d]) / scale), -127.0F, 127.0F);
+  }
+  return scale;
+}
+
+// What the pool should hold, and its scales where it is int8.
+struct ExpectedPool {
+  Elements pages;
+  std::vector<float> scales;
+};
+
+ExpectedPool expected_int8_pool(const Appending& appending, EmptyPools& pools, int part) {
+  const auto& view = part == 1 ? pools.problem.k_pages : pools.problem.v_pages;
+  ExpectedPool expected{Elements(ElementType::kInt8, view.num_pages * view.page_stride),
+                        part == 1 ? pools.problem.k_scales() : pools.problem.v_scales()};
+  for (const PageWrite& write : appending.writes) {
+    for (int64_t i = 0; i < write.num_tokens; ++i) {
+      for (int64_t head = 0; head < appending.shape.num_kv_heads; ++head) {
+        std::vector<double> row(static_cast<size_t>(appending.shape.head_dim));
+        for (size_t d = 0; d < row.size(); ++d) {
+          row[d] = appending.source.get(appending.head_offset(part, write.first_token + i, head) +
+                                        static_cast<int64_t>(d));
+        }
+        std::vector<double> codes;
+        const int64_t slot = write.first_slot + i;
+        const int64_t place =
+            (write.page_id + 1) * view.scale_page_stride + head * view.scale_head_stride + slot;
+        expected.scales[place] = expected_row(row, codes);
+        for (size_t d = 0; d < row.size(); ++d) {
+          const auto channel = static_cast<int64_t>(d);
+          expected.pages.set(pools.problem.offset(view, write.page_id, head, slot, channel), codes[d]);
+        }
+      }
+    }
+  }
+  return expected;
+}
+
+ExpectedPool expected_pool(const Appending& appending, EmptyPools& pools, int part) {
+  if (appending.shape.type == ElementType::kInt8) return expected_int8_pool(appending, pools, part);
   const auto& view = part == 1 ? pools.problem.k_pages : pools.problem.v_pages;
   Elements expected(appending.shape.type, view.num_pages * view.page_stride);
   for (const PageWrite& write : appending.writes) {
@@ -107,7 +163,7 @@ Elements expected_pool(const Appending& appending, EmptyPools& pools, int part) 
       }
     }
   }
-  return expected;
+  return {expected, {}};
 }
 
 // The pool's pages, up to the end of the last one.
@@ -129,23 +185,25 @@ TEST_CASE("Appended tokens land in their slots, converted, and nothing else chan
       CAPTURE(shape, static_cast<int>(source_type));
       const Appending appending(shape, source_type, 3);
       EmptyPools reference(shape);
-      const std::vector<uint8_t> expected_k = without_gap(expected_pool(appending, reference, 1));
-      const std::vector<uint8_t> expected_v = without_gap(expected_pool(appending, reference, 2));
+      const ExpectedPool expected_k = expected_pool(appending, reference, 1);
+      const ExpectedPool expected_v = expected_pool(appending, reference, 2);
       for (const KernelTable* kernels : targets()) {
         CAPTURE(kernels->target);
         EmptyPools pools(shape);
         run(kernels->append_kv, pools.params(appending, appending.writes),
             static_cast<int64_t>(appending.writes.size()) * shape.num_kv_heads);
-        require_same_bits(pool_bytes(pools.problem.k_pages), expected_k);
-        require_same_bits(pool_bytes(pools.problem.v_pages), expected_v);
+        require_same_bits(pool_bytes(pools.problem.k_pages), without_gap(expected_k.pages));
+        require_same_bits(pool_bytes(pools.problem.v_pages), without_gap(expected_v.pages));
+        require_same_bits(pools.problem.k_scales(), expected_k.scales);
+        require_same_bits(pools.problem.v_scales(), expected_v.scales);
       }
     }
   }
 }
 
 TEST_CASE("Appending in any schedule, whole or token by token, leaves the same bytes and summaries") {
-  for (const Shape& shape : covering_shapes(24)) {
-    const Appending appending(shape, shape.type, 4);
+  for (const Shape& shape : covering_shapes(32)) {
+    const Appending appending(shape, shape.query_type(), 4);
     const std::vector<PageWrite> singles = appending.single_token_writes();
     const Scorer& scorer = kScorers[0];
     for (const KernelTable* kernels : targets()) {
@@ -159,6 +217,8 @@ TEST_CASE("Appending in any schedule, whole or token by token, leaves the same b
       const auto require_same = [&](EmptyPools& pools, const Summaries& summaries) {
         require_same_bits(pool_bytes(pools.problem.k_pages), pool_bytes(whole.problem.k_pages));
         require_same_bits(pool_bytes(pools.problem.v_pages), pool_bytes(whole.problem.v_pages));
+        require_same_bits(pools.problem.k_scales(), whole.problem.k_scales());
+        require_same_bits(pools.problem.v_scales(), whole.problem.v_scales());
         require_same_bits(summaries.bytes, whole_summaries.bytes);
       };
       for (const Schedule& schedule : kOtherSchedules) {

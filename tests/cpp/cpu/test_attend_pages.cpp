@@ -1,4 +1,4 @@
-// attend_pages and merge_chunks against attention's definition, and against each other where the result may
+// attend_pages against attention's definition, and against each other where the result may
 // not depend on the way it was come by.
 #include <catch2/catch_test_macros.hpp>
 
@@ -55,7 +55,7 @@ TEST_CASE("Dense attention follows its definition for every type, layout and sha
 }
 
 TEST_CASE("Attention over page lists sees the listed pages only") {
-  for (const Shape& shape : covering_shapes(24)) {
+  for (const Shape& shape : covering_shapes(32)) {
     CAPTURE(shape);
     const PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 2);
     const PageLists lists = draw_lists(problem, 18, 3);
@@ -86,7 +86,7 @@ TEST_CASE("A list of all visible pages gives the bits of dense attention") {
 }
 
 TEST_CASE("Threads and the order of work items do not change a bit of attention") {
-  for (const Shape& shape : covering_shapes(12)) {
+  for (const Shape& shape : covering_shapes(16)) {
     CAPTURE(shape);
     const PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 5);
     for (const KernelTable* kernels : targets()) {
@@ -102,7 +102,7 @@ TEST_CASE("Threads and the order of work items do not change a bit of attention"
 }
 
 TEST_CASE("A row of a batch gives the bits it gives alone") {
-  for (const Shape& shape : covering_shapes(12)) {
+  for (const Shape& shape : covering_shapes(16)) {
     CAPTURE(shape);
     PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 6);
     for (const KernelTable* kernels : targets()) {
@@ -111,7 +111,7 @@ TEST_CASE("A row of a batch gives the bits it gives alone") {
       const std::vector<tinyserve::core::Row> rows = problem.rows;
       const tinyserve::core::PackedView q = problem.q;
       const int64_t out_bytes =
-          shape.num_heads() * shape.head_dim * tinyserve::core::element_size(shape.type);
+          shape.num_heads() * shape.head_dim * tinyserve::core::element_size(shape.query_type());
       for (size_t r = 0; r < rows.size(); ++r) {
         problem.rows = {rows[r]};
         problem.q.data = static_cast<const uint8_t*>(q.data) +
@@ -212,6 +212,31 @@ TEST_CASE("A NaN key makes its own rows NaN and no others") {
         const bool same = actual.lse[i] == clean.lse[i];
         if (touched ? !std::isnan(actual.lse[i]) : !same) FAIL("lse " << actual.lse[i] << " at " << i);
         if (touched != std::isnan(actual.out.get(i * layout.head_dim))) FAIL("out at head " << i);
+      }
+    }
+  }
+}
+
+TEST_CASE("A row of int8 pages whose scale is NaN makes the rows that see it NaN and no others") {
+  for (const bool channel_major : {false, true}) {
+    const Shape shape{.type = ElementType::kInt8,
+                      .page_size = 7,
+                      .head_dim = 40,
+                      .group_size = 3,
+                      .channel_major = channel_major};
+    for (const KernelTable* kernels : targets()) {
+      CAPTURE(kernels->target, channel_major);
+      PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 10);
+      const Attention clean = attend(*kernels, problem);
+      std::vector<double> row(40, 1.0);
+      row[3] = kInfinity;
+      problem.set_key_row(1, 0, 9, row);
+      const Attention actual = attend(*kernels, problem);
+      for (int64_t i = 0; i < problem.num_rows() * shape.num_heads(); ++i) {
+        const bool touched = i / shape.num_heads() == 1 && i % shape.num_heads() < shape.group_size;
+        const bool same = actual.lse[i] == clean.lse[i];
+        if (touched ? !std::isnan(actual.lse[i]) : !same) FAIL("lse " << actual.lse[i] << " at " << i);
+        if (touched != std::isnan(actual.out.get(i * shape.head_dim))) FAIL("out at head " << i);
       }
     }
   }

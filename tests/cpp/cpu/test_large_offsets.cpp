@@ -41,42 +41,73 @@ constexpr Shape kShape{.type = ElementType::kFloat16, .page_size = 16, .head_dim
 
 // The same pool with every page id moved up by kFarPage.
 void move_pool(PagePoolView& pool, const VirtualMemory& memory) {
-  const int64_t page_bytes = pool.page_stride * 2;
+  const int64_t element_size = tinyserve::core::element_size(pool.type);
+  const int64_t page_bytes = pool.page_stride * element_size;
   std::memcpy(static_cast<uint8_t*>(memory.begin()) + kFarPage * page_bytes, pool.data,
-              static_cast<size_t>(pool.num_pages * page_bytes - 16));
+              static_cast<size_t>(pool.num_pages * page_bytes - 8 * element_size));
   pool.data = memory.begin();
   pool.num_pages += kFarPage;
 }
 
-size_t pool_bytes(const PagePoolView& pool) {
-  return static_cast<size_t>((kFarPage + pool.num_pages) * pool.page_stride * 2);
+// Scales as far apart as the pages they belong to.
+void move_scales(PagePoolView& pool, int64_t num_pages, const VirtualMemory& memory) {
+  auto* moved = static_cast<float*>(memory.begin());
+  for (int64_t page = 0; page < num_pages; ++page) {
+    std::memcpy(moved + (kFarPage + page) * pool.page_stride, pool.scales + page * pool.scale_page_stride,
+                sizeof(float) * static_cast<size_t>(pool.scale_page_stride));
+  }
+  pool.scales = moved;
+  pool.scale_page_stride = pool.page_stride;
 }
+
+size_t pool_bytes(const PagePoolView& pool, int64_t element_size) {
+  return static_cast<size_t>((kFarPage + pool.num_pages) * pool.page_stride * element_size);
+}
+
+struct Case {
+  ElementType type;
+  bool channel_major;
+};
+
+constexpr Case kCases[] = {{ElementType::kFloat16, false},
+                           {ElementType::kFloat16, true},
+                           {ElementType::kInt8, false},
+                           {ElementType::kInt8, true}};
 
 }  // namespace
 
 TEST_CASE("Pages beyond 2^31 elements are read, written and summarised like any other") {
-  for (const bool channel_major : {false, true}) {
+  for (const auto& [type, channel_major] : kCases) {
     Shape shape = kShape;
+    shape.type = type;
     shape.channel_major = channel_major;
+    const int64_t element_size = tinyserve::core::element_size(type);
     const std::vector<Sequence> batch{{40}};
     const PagedProblem near_problem(shape, batch, {{0, 39}}, 1);
     PagedProblem far_problem(shape, batch, {{0, 39}}, 1);
     REQUIRE(kFarPage * near_problem.k_pages.page_stride > int64_t{1} << 31);
-    const VirtualMemory keys(pool_bytes(near_problem.k_pages));
-    const VirtualMemory values(pool_bytes(near_problem.v_pages));
+    const VirtualMemory keys(pool_bytes(near_problem.k_pages, element_size));
+    const VirtualMemory values(pool_bytes(near_problem.v_pages, element_size));
+    const VirtualMemory key_scales(pool_bytes(near_problem.k_pages, sizeof(float)));
+    const VirtualMemory value_scales(pool_bytes(near_problem.v_pages, sizeof(float)));
+    if (type == ElementType::kInt8) {
+      move_scales(far_problem.k_pages, near_problem.num_pages, key_scales);
+      move_scales(far_problem.v_pages, near_problem.num_pages, value_scales);
+    }
     move_pool(far_problem.k_pages, keys);
     move_pool(far_problem.v_pages, values);
     for (int32_t& page_id : far_problem.page_tables[0]) page_id += kFarPage;
 
     for (const KernelTable* kernels : targets()) {
-      CAPTURE(channel_major, kernels->target);
+      CAPTURE(static_cast<int>(type), channel_major, kernels->target);
       require_same_attention(attend(*kernels, far_problem), attend(*kernels, near_problem));
 
       // append_kv: one token behind the last one.
       const int64_t last_page = far_problem.page_tables[0][2];
-      Elements token(shape.type, shape.num_kv_heads * shape.head_dim);
-      for (int64_t i = 0; i < token.size(); ++i) token.set(i, static_cast<double>(i % 100));
-      const tinyserve::core::PackedView packed{token.data(), shape.type, token.size(), shape.head_dim};
+      Elements token(shape.query_type(), shape.num_kv_heads * shape.head_dim);
+      // Small integers, 127 among those of each head: codes of scale 1 in int8.
+      for (int64_t i = 0; i < token.size(); ++i) token.set(i, i % 64 == 63 ? 127.0 : i % 64);
+      const tinyserve::core::PackedView packed{token.data(), token.type(), token.size(), shape.head_dim};
       const tinyserve::core::PageWrite write{last_page, 0, 1, 8};
       const tinyserve::core::AppendKvParams append{.k = packed,
                                                    .v = packed,
@@ -90,11 +121,15 @@ TEST_CASE("Pages beyond 2^31 elements are read, written and summarised like any 
                                                    .scorer = nullptr};
       run(kernels->append_kv, append, shape.num_kv_heads);
       for (int64_t i = 0; i < token.size(); ++i) {
-        uint16_t stored;
         const int64_t offset =
             far_problem.offset(far_problem.k_pages, last_page, i / shape.head_dim, 8, i % shape.head_dim);
-        std::memcpy(&stored, static_cast<const uint8_t*>(keys.begin()) + 2 * offset, 2);
-        REQUIRE(kHalf.decode(stored) == token.get(i));
+        Elements stored(type, 1);
+        std::memcpy(stored.data(), static_cast<const uint8_t*>(keys.begin()) + element_size * offset,
+                    static_cast<size_t>(element_size));
+        REQUIRE(stored.get(0) == token.get(i));
+        if (type == ElementType::kInt8) {
+          REQUIRE(far_problem.k_pages.token_scales(last_page, i / shape.head_dim)[8] == 1.0F);
+        }
       }
     }
   }

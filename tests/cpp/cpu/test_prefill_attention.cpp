@@ -40,7 +40,7 @@ struct Packed {
 Packed pack_new_tokens(const PagedProblem& problem) {
   const Shape& shape = problem.shape;
   const int64_t token_stride = 2 * shape.num_kv_heads * shape.head_dim;
-  Packed packed{Elements(shape.type, problem.num_rows() * token_stride), {}, {}};
+  Packed packed{Elements(shape.query_type(), problem.num_rows() * token_stride), {}, {}};
   for (int64_t row = 0; row < problem.num_rows(); ++row) {
     const auto [s, position] = problem.row_places[row];
     if (position < 0) continue;  // stays NaN
@@ -52,10 +52,10 @@ Packed pack_new_tokens(const PagedProblem& problem) {
       }
     }
   }
-  packed.k = {packed.storage.data(), shape.type, token_stride, shape.head_dim};
+  packed.k = {packed.storage.data(), shape.query_type(), token_stride, shape.head_dim};
   packed.v = packed.k;
-  packed.v.data =
-      packed.storage.data() + shape.num_kv_heads * shape.head_dim * tinyserve::core::element_size(shape.type);
+  packed.v.data = packed.storage.data() +
+                  shape.num_kv_heads * shape.head_dim * tinyserve::core::element_size(shape.query_type());
   return packed;
 }
 
@@ -85,7 +85,7 @@ Attention prefill(const KernelTable& kernels, const PagedProblem& problem,
   const Shape& shape = problem.shape;
   const Packed packed = pack_new_tokens(problem);
   Attention result{
-      .out = Elements(shape.type, problem.num_rows() * shape.num_heads() * shape.head_dim),
+      .out = Elements(shape.query_type(), problem.num_rows() * shape.num_heads() * shape.head_dim),
       .lse = std::vector<float>(problem.num_rows() * shape.num_heads(), static_cast<float>(kNan)),
       .page_lse = {}};
   const tinyserve::core::PrefillAttentionParams params{.q = problem.q,
@@ -138,7 +138,7 @@ TEST_CASE("Prefill follows attention's definition for every type, layout and sha
 }
 
 TEST_CASE("Threads, order and company do not change a bit of prefill") {
-  for (const Shape& shape : covering_shapes(12)) {
+  for (const Shape& shape : covering_shapes(16)) {
     CAPTURE(shape);
     const std::vector<Sequence> batch = prefill_batch(shape);
     const PagedProblem problem(shape, batch, prefill_rows(batch), 2);
@@ -175,7 +175,7 @@ TEST_CASE("However the rows are cut into blocks, prefill agrees within fp32 roun
 }
 
 TEST_CASE("Prefill of one token agrees with decode over the same stored tokens") {
-  for (const Shape& shape : covering_shapes(24)) {
+  for (const Shape& shape : covering_shapes(32)) {
     CAPTURE(shape);
     const int64_t length = 3 * shape.page_size + shape.page_size / 2 + 1;
     const PagedProblem fresh(shape, {{length, 1}}, {{0, length - 1}}, 4);
@@ -184,7 +184,8 @@ TEST_CASE("Prefill of one token agrees with decode over the same stored tokens")
       CAPTURE(kernels->target);
       const Attention prefilled = prefill(*kernels, fresh, cut_blocks(fresh, 1));
       const Attention decoded = attend(*kernels, stored);
-      require_close(prefilled.out.values(), decoded.out.values(), 1e-5, 2.0 * unit_roundoff(shape.type));
+      require_close(prefilled.out.values(), decoded.out.values(), 1e-5,
+                    2.0 * unit_roundoff(shape.query_type()));
       require_close(as_doubles(prefilled.lse), as_doubles(decoded.lse), 1e-5);
     }
   }

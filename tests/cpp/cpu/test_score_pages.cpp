@@ -146,7 +146,7 @@ TEST_CASE("Scores follow the scorer's formula, open pages score inf, pages out o
 }
 
 TEST_CASE("A box score is no smaller than the logit of any key of its page") {
-  for (const Shape& shape : covering_shapes(24)) {
+  for (const Shape& shape : covering_shapes(32)) {
     Shape plain = shape;
     plain.window = -1;
     const PagedProblem problem(plain, {{5 * plain.page_size}}, {{0, 5 * plain.page_size - 1}}, 2);

@@ -1,0 +1,46 @@
+// One token and head of an int8 page: symmetric codes with one fp32 scale, value = scale * code.
+// Largest magnitude / 127 is the scale, so the error of a value is at most half a scale. A row that holds a
+// NaN or an infinity has no scale: it is stored as NaN times 0, and whoever attends to it reads NaN.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace tinyserve::cpu::TINYSERVE_TARGET {
+namespace {
+
+// Writes the codes of `row` [head_dim] and returns their scale. Codes are value / scale (a true division, as
+// the reference has it), rounded to nearest, ties to even.
+inline float quantise_row(const float* row, int64_t head_dim, int8_t* codes) {
+  F32x8 largest = splat(0.0F);
+  I32x8 finite = largest == largest;
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    const F32x8 x = load(row + d);
+    const F32x8 magnitude = x < splat(0.0F) ? -x : x;
+    finite &= magnitude <= splat(3.40282347e+38F);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  float amax = 0.0F;
+  bool all_finite = true;
+  for (int i = 0; i < kLanes; ++i) {
+    all_finite = all_finite && finite[i] != 0;
+    if (largest[i] > amax) amax = largest[i];
+  }
+  const float scale = all_finite ? amax / 127.0F : __builtin_nanf("");
+  if (!(scale > 0.0F)) {
+    __builtin_memset(codes, 0, static_cast<size_t>(head_dim));
+    return scale;
+  }
+  // Adding 1.5 * 2^23 rounds and leaves the integer in the low bits; a scale of a few units in the last place
+  // of zero may give ratios somewhat above 127, which the clamp takes back.
+  const F32x8 shift = splat(12582912.0F);
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    F32x8 ratio = load(row + d) / splat(scale);
+    ratio = ratio > splat(127.0F) ? splat(127.0F) : (ratio < splat(-127.0F) ? splat(-127.0F) : ratio);
+    const I32x8 code = reinterpret_cast<I32x8>(ratio + shift) - reinterpret_cast<I32x8>(shift);
+    for (int i = 0; i < kLanes; ++i) codes[d + i] = static_cast<int8_t>(code[i]);
+  }
+  return scale;
+}
+
+}  // namespace
+}  // namespace tinyserve::cpu::TINYSERVE_TARGET
