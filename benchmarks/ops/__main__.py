@@ -12,12 +12,22 @@ from typing import Any
 
 import torch
 
+from benchmarks import goals
 from benchmarks.common import WrongPath, append_records
 from benchmarks.ops.harness import records as records_of
+from benchmarks.ops.harness.plots import plot_all
 from benchmarks.ops.harness.points import Point
 from benchmarks.ops.harness.settings import Settings
 
-NAMES = ("attend_pages", "sparse_decode")
+NAMES = (
+    "attend_pages",
+    "sparse_decode",
+    "score_pages",
+    "select_pages",
+    "append_kv",
+    "seal_pages",
+    "prefill_attention",
+)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -105,7 +115,17 @@ def main(arguments: list[str] | None = None) -> int:
         append_records(records, output)
         print(records_of.table(records), flush=True)
         found += records
+    if not found:
+        return 0 if options.list else _nothing_chosen()
+    for path in plot_all(found, options.output):
+        print(f"wrote {path}", file=sys.stderr)
+    print(f"\n## Goals\n\n{goals.disturbance(found)}\n\n{goals.table(found)}", flush=True)
     return 0
+
+
+def _nothing_chosen() -> int:
+    print("benchmarks.ops: expected options that leave points, got none; --list prints them", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -36,9 +36,7 @@ def threads(run: Run, setups: tuple[Setup, ...]) -> None:
 
 def points() -> list[Point]:
     dtypes = supported_dtypes(("bfloat16", "int8", "float16", "float32"))
-    found = [
-        Point("dtypes", tuple(Setup(*LLAMA, _32K, dtype=dtype) for dtype in dtypes), dense, in_quick=True)
-    ]
+    found = [Point("dtypes", tuple(Setup(*LLAMA, _32K, dtype=dtype) for dtype in dtypes), dense)]
     found += [Point("page order", (Setup(*LLAMA, _32K), Setup(*LLAMA, _32K, page_order="random")), dense)]
     found += [Point("in cache", (Setup(*shape, 2048),), dense, hot=True) for shape in (SMALL, MHA)]
     found += [Point("batch 16", (Setup(*shape, _8K // 2, batch=16),), dense) for shape in SHAPES]

@@ -79,13 +79,8 @@ def points() -> list[Point]:
     found += [Point("decode", (Setup(*shape, _128K),), compare) for shape in (LLAMA, SMALL)]
     found += [Point("decode", (Setup(*LLAMA, _32K, dtype="float32"),), compare)]
     found += [Point("batch 16", (Setup(*shape, _8K, batch=16),), compare) for shape in (LLAMA, SMALL)]
-    found += [
-        Point(
-            "dtypes",
-            tuple(Setup(*LLAMA, _32K, dtype=d) for d in supported_dtypes(("bfloat16", "int8"))),
-            dtypes,
-        )
-    ]
+    both = tuple(Setup(*LLAMA, _32K, dtype=dtype) for dtype in supported_dtypes(("bfloat16", "int8")))
+    found += [Point("dtypes", both, dtypes, in_quick=True)]
     found += [Point("budgets", (Setup(*LLAMA, _32K),), budgets)]
     found += [
         Point("growth", (Setup(*shape, _8K), Setup(*shape, _128K)), growth, in_quick=shape == SMALL)

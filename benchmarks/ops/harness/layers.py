@@ -2,7 +2,7 @@
 
 Layer 0 is written through `append_kv`. The others are copies with their pages rotated, so that every layer
 holds other tokens at every position and none costs more than a copy. Scorers share K and V: each has its own
-summaries.
+summaries. Where only summaries are read, all layers share the K and V of layer 0.
 """
 
 from __future__ import annotations
@@ -82,7 +82,15 @@ class Layers:
         page_table, seq_lens, cu_query_lens: as for the ops; a query is the newest of `length` stored tokens.
     """
 
-    def __init__(self, setup: Setup, num_layers: int, scorer_names: tuple[str, ...], seed: int) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        num_layers: int,
+        scorer_names: tuple[str, ...],
+        seed: int,
+        *,
+        only_summaries: bool = False,
+    ) -> None:
         self.setup = setup
         self._noise = _Noise(seed)
         self._scorer_names = scorer_names or ("bounds",)
@@ -102,7 +110,10 @@ class Layers:
         self.pools = [self._new_pool(self._scorer_names[0]) for _ in range(num_layers)]
         self._append(self.pools[0])
         for layer in range(1, num_layers):
-            _copy_rotated(self.pools[0], self.pools[layer], layer)
+            if only_summaries:
+                self.pools[layer] = self._sealed_anew(self.pools[0], self._scorer_names[0])
+            else:
+                _copy_rotated(self.pools[0], self.pools[layer], layer)
         self._scored = {self.pools[0].scorer: self.pools}
         expect(f"{setup.label}: K is channel-major", 1, self.pools[-1].k_pages.stride(2))
         expect(f"{setup.label}: V is token-major", 1, self.pools[-1].v_pages.stride(3))

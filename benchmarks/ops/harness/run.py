@@ -66,6 +66,7 @@ def make_layers(
     budgets: Sequence[Budget] = (),
     *,
     hot: bool = False,
+    max_layers: int | None = None,
 ) -> Layers:
     """Enough layers for the variant that reads least: the smallest budget, or everything without budgets."""
     pages = min([setup.page_budget(budget) for budget in budgets], default=setup.num_pages)
@@ -73,7 +74,17 @@ def make_layers(
     smallest *= setup.kv_dtype.itemsize
     names = tuple(dict.fromkeys(scoring.scorer for scoring in scorings))
     num_layers = 1 if hot else layers_needed(settings, setup, smallest)
+    num_layers = min(num_layers, max_layers or num_layers)
     return Layers(setup, num_layers, names, settings.seed)
+
+
+def make_summaries(
+    settings: Settings, setup: Setup, scorings: Sequence[Scoring], smallest_bytes: int
+) -> Layers:
+    """Layers of which only the summaries are read, `smallest_bytes` of each."""
+    names = tuple(dict.fromkeys(scoring.scorer for scoring in scorings))
+    num_layers = settings.layers_for(smallest_bytes, smallest_bytes)
+    return Layers(setup, num_layers, names, settings.seed, only_summaries=True)
 
 
 def name_of(run: Run, layers: Layers, what: str, threads: int) -> str:

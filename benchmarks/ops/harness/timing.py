@@ -29,6 +29,7 @@ class Variant:
 
     Attributes:
         call: runs it on a layer; returns seconds where it measures itself (the probe), else anything.
+        prepare: runs before each call, untimed.
         layers: the layers of a pass, in order.
         num_bytes: read (and written) by one call, counted.
         facts: fields of its record.
@@ -45,6 +46,7 @@ class Variant:
     compared_with: str | None = None
     probe: str | None = None
     times_itself: bool = False
+    prepare: Callable[[int], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Over all calls."""
-        return float(np.median(self.seconds))
+        """Mean over the layers of each layer's median."""
+        return float(np.median(self.seconds, axis=0).mean())
 
     @property
     def minimum(self) -> float:
@@ -113,6 +115,8 @@ def _run_pass(variant: Variant, hot: bool) -> list[float]:
             variant.call(layer)
     seconds = []
     for layer in variant.layers:
+        if variant.prepare is not None:
+            variant.prepare(layer)
         start = time.perf_counter()
         result = variant.call(layer)
         end = time.perf_counter()
