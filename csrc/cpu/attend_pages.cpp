@@ -13,6 +13,9 @@ namespace {
 
 using core::kChunkPages;
 
+// How many blocks (K or V of a page) ahead memory is asked for: one is too late for pages that lie apart.
+constexpr int64_t kPrefetchBlocks = 2;
+
 constexpr int64_t kMaxChunkTokens = kChunkPages * core::kMaxPageSize;
 
 // A page of the chunk: where it lies and which of its slots the row sees.
@@ -79,12 +82,14 @@ int64_t list_length(const core::AttendPagesParams& params, int64_t row_head, con
                                         : row.num_visible_pages(params.page_size);
 }
 
+// Heads come before chunks: the blocks of a page's heads are neighbours in memory, so what the hardware reads
+// past the end of one is the beginning of the next item's.
 void find_chunk(const core::AttendPagesParams& params, int64_t item, Chunk& chunk) {
   const int64_t page_size = params.page_size;
-  chunk.row_head = item / params.max_chunks;
-  chunk.index = item % params.max_chunks;
-  chunk.row_idx = chunk.row_head / params.num_kv_heads;
-  chunk.head = chunk.row_head % params.num_kv_heads;
+  chunk.head = item % params.num_kv_heads;
+  chunk.index = item / params.num_kv_heads % params.max_chunks;
+  chunk.row_idx = item / (params.num_kv_heads * params.max_chunks);
+  chunk.row_head = chunk.row_idx * params.num_kv_heads + chunk.head;
   const core::Row& row = params.rows[chunk.row_idx];
   const int64_t list_begin = chunk.index * kChunkPages;
   const int64_t rest = list_length(params, chunk.row_head, row) - list_begin;
@@ -116,6 +121,16 @@ void attend_chunk(const core::AttendPagesParams& params, const Chunk& chunk, con
     return params.k_pages.page<T>(of.pages[i].page_id, of.head);
   };
   const auto v_page = [&](int64_t i) { return params.v_pages.page<T>(pages[i].page_id, chunk.head); };
+  // Blocks in the order they are read: the chunk's keys, its values, the next chunk's keys. Channel-major or
+  // not, a page's keys take as many bytes as its values.
+  const auto prefetched_at = [&](int64_t block) {
+    block += kPrefetchBlocks;
+    if (block < num_pages) return k_page(chunk, block);
+    block -= num_pages;
+    if (block < num_pages) return v_page(block);
+    block -= num_pages;
+    return block < next_chunk.num_pages ? k_page(next_chunk, block) : v_page(num_pages - 1);
+  };
   const int64_t head_dim = params.head_dim;
   const int64_t slots = round_up(params.page_size);
   const int64_t stride = num_pages * slots;
@@ -135,9 +150,8 @@ void attend_chunk(const core::AttendPagesParams& params, const Chunk& chunk, con
     for (int64_t i = 0; i < num_pages; ++i) {
       const ChunkPage& page = pages[i];
       float* page_begin = logits + i * slots;
-      const T* next = i + 1 < num_pages ? k_page(chunk, i + 1) : v_page(0);
-      page_logits<kHeads>(q, params.k_pages, k_page(chunk, i), next, params.page_size, head_dim, page_begin,
-                          stride);
+      page_logits<kHeads>(q, params.k_pages, k_page(chunk, i), prefetched_at(i), params.page_size, head_dim,
+                          page_begin, stride);
       if constexpr (std::is_same_v<T, int8_t>) {
         multiply_by_scales<kHeads>(params.k_pages.token_scales(page.page_id, chunk.head), page.first_slot,
                                    page.end_slot, page_begin, stride);
@@ -165,12 +179,9 @@ void attend_chunk(const core::AttendPagesParams& params, const Chunk& chunk, con
         multiply_by_scales<kHeads>(params.v_pages.token_scales(page.page_id, chunk.head), page.first_slot,
                                    page.end_slot, logits + i * slots, stride);
       }
-      // Channel-major or not, a page's keys take as many bytes as its values.
-      const T* next = i + 1 < num_pages          ? v_page(i + 1)
-                      : next_chunk.num_pages > 0 ? k_page(next_chunk, 0)
-                                                 : v_page(i);
-      accumulate_values<kHeads>(logits + i * slots, stride, v_page(i), next, params.v_pages.token_stride,
-                                page.first_slot, page.end_slot, head_dim, block_acc);
+      accumulate_values<kHeads>(logits + i * slots, stride, v_page(i), prefetched_at(num_pages + i),
+                                params.v_pages.token_stride, page.first_slot, page.end_slot, head_dim,
+                                block_acc);
     }
     for (int g = 0; g < kHeads; ++g) restore_channels<T>(block_acc + g * head_dim, head_dim);
   });

@@ -18,7 +18,7 @@ struct KernelTable {
   Kernel<core::SealPagesParams> seal_pages;      // items: page * num_kv_heads + head
   Kernel<core::ScorePagesParams> score_pages;    // items: (row * num_kv_heads + head) * max_chunks + chunk
   Kernel<core::SelectPagesParams> select_pages;  // items: row * num_kv_heads + head
-  Kernel<core::AttendPagesParams> attend_pages;  // items: (row * num_kv_heads + head) * max_chunks + chunk
+  Kernel<core::AttendPagesParams> attend_pages;  // items: (row * max_chunks + chunk) * num_kv_heads + head
   Kernel<core::MergeStatesParams> merge_states;  // items: row * num_heads + head
   Kernel<core::PrefillAttentionParams> prefill_attention;  // items: block * num_kv_heads + head
 };

@@ -159,6 +159,17 @@ inline F32x8 select(I32x8 mask, F32x8 yes, F32x8 no) {
                                  (~mask & reinterpret_cast<I32x8>(no)));
 }
 
+// Bit i is set where lane i of a comparison holds.
+inline uint32_t lane_mask(I32x8 mask) {
+#if defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= (static_cast<uint32_t>(mask[i]) >> 31) << i;
+  return bits;
+#endif
+}
+
 // exp(x) for x <= 0, relative error below 2e-6; 0 below the smallest normal result, NaN stays NaN.
 // Range reduction x = n ln2 + r by adding 1.5 * 2^23, then a degree-6 polynomial on |r| <= ln2 / 2.
 inline F32x8 exp_nonpositive(F32x8 x) {

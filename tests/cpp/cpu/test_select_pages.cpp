@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <random>
 #include <vector>
@@ -192,6 +193,42 @@ TEST_CASE("Threads and order do not change the selection") {
         const Selection other = select(*kernels, problem, schedule);
         require_same_bits(other.pages, serial.pages);
         require_same_bits(other.counts, serial.counts);
+      }
+    }
+  }
+}
+
+TEST_CASE("Thousands of pages: spread out, crowded beside an outlier, equal, at the ends of the range") {
+  const auto normal = [](std::mt19937& random) {
+    return std::normal_distribution<float>(-20.0F, 3.0F)(random);
+  };
+  const auto crowded = [&](std::mt19937& random) {
+    return random() % 3000 == 0 ? -1.0e30F : 1.0e-3F * normal(random);
+  };
+  const auto equal = [](std::mt19937&) { return 2.5F; };
+  const auto extreme = [](std::mt19937& random) {
+    return std::ldexp(random() % 2 == 0 ? 1.9F : -1.9F, 127 - static_cast<int>(random() % 3));
+  };
+  const auto infinite = [&](std::mt19937& random) {
+    return random() % 1000 == 0 ? -std::numeric_limits<float>::infinity() : normal(random);
+  };
+  const std::function<float(std::mt19937&)> distributions[] = {normal, crowded, equal, extreme, infinite};
+  for (uint32_t kind = 0; kind < std::size(distributions); ++kind) {
+    std::mt19937 random(kind);
+    for (const int64_t num_pages : {1027, 5003}) {
+      for (const int32_t budget : {4, 130, 900}) {
+        SelectionProblem problem{.page_size = 4, .num_kv_heads = 1, .max_page_budget = budget};
+        problem.positions = {4 * num_pages - 1};
+        problem.budgets = {budget};
+        problem.row_stride = num_pages;
+        for (int64_t page = 0; page < num_pages; ++page) {
+          problem.scores.push_back(distributions[kind](random));
+        }
+        const Selection expected = expected_selection(problem);
+        for (const KernelTable* kernels : targets()) {
+          CAPTURE(kind, num_pages, budget, kernels->target);
+          require_same_bits(select(*kernels, problem).pages, expected.pages);
+        }
       }
     }
   }
