@@ -200,13 +200,25 @@ def _generate(ours: str, theirs: str, dtype: str) -> Callable[[list[Record]], li
     return values
 
 
-def tokens_per_second(records: list[Record]) -> list[Measured]:
-    rows = [record for record in _select(records, benchmark="generate") if record["context"] >= 8000]
-    ours = [record for record in rows if record["variant"].startswith("ours, budget 1024")]
-    return [
-        Measured(f"{r['context']} tokens, {r['dtype']}", 1e3 / r["median_ms"], 1e3 / r["minimum_ms"])
-        for r in ours
-    ]
+def _over_peer(evicts: bool) -> Callable[[list[Record]], list[Measured]]:
+    def values(records: list[Record]) -> list[Measured]:
+        rows = [record for record in _select(records, benchmark="generate") if record["context"] >= 8000]
+        peers = [r for r in _select(records, benchmark="peers") if r["context"] >= 8000]
+        peers = [r for r in peers if ("eviction" in r["variant"]) == evicts]
+        if not peers:
+            return []
+        best = min(peers, key=lambda record: record["median_ms"])
+        return [
+            Measured(
+                f"{row['dtype']}, {1e3 / row['median_ms']:.0f} tok/s over {best['engine']} {best['kv_dtype']} "
+                f"{best['tokens_per_second']:.0f} tok/s",
+                best["median_ms"] / row["median_ms"],
+                best["minimum_ms"] / row["minimum_ms"],
+            )
+            for row in _select(rows, variant=_OURS)
+        ]
+
+    return values
 
 
 def overhead(records: list[Record]) -> list[Measured]:
@@ -250,7 +262,10 @@ GOALS = (
         4.0,
         _generate(_OURS, _DEFAULT, "bfloat16"),
     ),
-    Goal("SmolLM2 at 8K, tokens per second (stretch)", "> 31", 31, tokens_per_second, unit=" tok/s"),
+    Goal(
+        "SmolLM2 at 8K, budget 1024, over the fastest other engine (stretch)", "> 1x", 1.0, _over_peer(False)
+    ),
+    Goal("the same over the fastest with eviction (stretch)", "> 1x", 1.0, _over_peer(True)),
     Goal("drop-in overhead per layer and token, batch 1", "<= 40 us", 40, overhead, unit=" us", at_most=True),
 )
 

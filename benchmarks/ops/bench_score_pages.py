@@ -50,8 +50,7 @@ def add_scan(run: Run, layers: Layers, scoring: Scoring) -> Variant:
         "summary_bytes": num_bytes,
     }
     variant = Variant(name, call, run.passes(layers, num_bytes), num_bytes, run.settings.threads, facts)
-    segments = [probe.summary_segments(pools[layer]) for layer in variant.layers]
-    variant.probe = add_probe(run, variant, segments)
+    variant.probe = add_probe(run, variant, lambda layer, order: probe.summary_segments(pools[layer]))
     return run.add(variant)
 
 

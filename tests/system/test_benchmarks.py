@@ -76,19 +76,25 @@ def test_bytes_equal_a_count_by_hand(dtype: str, page_order: str) -> None:
     assert sparse.num_bytes == 3 * 2 * ((3 * 16 + 5) * per_token + 16 * layers.pools[0].summary_bytes)
 
 
-def test_the_probe_reads_the_pages_and_summaries_that_the_kernel_reads() -> None:
+@pytest.mark.parametrize("order", probe.ORDERS)
+def test_the_probe_reads_the_pages_and_summaries_that_the_kernel_reads(order: str) -> None:
     setup = replace(TINY, batch=2, page_order="random")
     layers = new_layers(setup)
     every_page = torch.arange(setup.num_pages).expand(2, 2, -1)
-    segments = probe.page_segments(layers, layers.pools[1], every_page)
+    segments = probe.page_segments(layers, layers.pools[1], every_page, order)
     pool = layers.pools[1]
     assert segments.num_bytes == pool.k_pages.numel() * 2 * pool.k_pages.element_size()
+    assert len(np.unique(segments.addresses)) == len(segments.addresses)
     page_id = int(layers.page_table[1, 3])
     wanted = pool.v_pages[page_id, 1].data_ptr()
     assert np.count_nonzero(segments.addresses == wanted) == 1
-    # By sequence, head and page, K before V.
-    position = int(np.flatnonzero(segments.addresses == wanted)[0])
-    assert position == 2 * ((1 * 2 + 1) * setup.num_pages + 3) + 1
+    # Sequence 1, head 1, page 3, V.
+    expected = {
+        "by chunk": 2 * (1 * 2 * 16) + 2 * 16 + 16 + 3,
+        "by page": 2 * (1 * 2 * 16 + 3 * 2 + 1) + 1,
+        "by head": 2 * (1 * 2 * 16 + 1 * 16 + 3) + 1,
+    }
+    assert int(np.flatnonzero(segments.addresses == wanted)[0]) == expected[order]
     assert probe.summary_segments(pool).num_bytes == pool.page_summary.numel()
 
 

@@ -42,10 +42,9 @@ def add_dense(run: Run, layers: Layers, *, threads: int | None = None, reader: b
     variant = Variant(name, call, run.passes(layers, num_bytes), num_bytes, threads, facts)
     if reader:
         every_page = torch.arange(setup.num_pages).expand(setup.batch, setup.num_kv_heads, -1)
-        segments = [
-            probe.page_segments(layers, pools[layer], every_page) for layer in sorted(set(variant.layers))
-        ]
-        variant.probe = add_probe(run, variant, segments)
+        variant.probe = add_probe(
+            run, variant, lambda layer, order: probe.page_segments(layers, pools[layer], every_page, order)
+        )
     return run.add(variant)
 
 
@@ -92,14 +91,13 @@ def add_sparse(
         name, call, run.passes(layers, num_bytes), num_bytes, threads, facts, compared_with=compared_with.name
     )
     if reader:
-        segments = [
-            probe.joined(
-                probe.summary_segments(pools[layer]),
-                probe.page_segments(layers, pools[layer], call(layer)[2]),
-            )
-            for layer in sorted(set(variant.layers))
-        ]
-        variant.probe = add_probe(run, variant, segments)
+        lists = {layer: call(layer)[2] for layer in set(variant.layers)}
+
+        def segments_of(layer: int, order: str) -> probe.Segments:
+            pages = probe.page_segments(layers, pools[layer], lists[layer], order)
+            return probe.joined(probe.summary_segments(pools[layer]), pages)
+
+        variant.probe = add_probe(run, variant, segments_of)
     return run.add(variant)
 
 

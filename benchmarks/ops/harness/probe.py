@@ -1,9 +1,10 @@
-"""The read-bandwidth probe: reads the very segments that a kernel reads, in its order, and only adds up.
+"""The read-bandwidth probe: reads the very segments that a kernel reads, and only adds them up.
 
-A small C reader, compiled when first needed, runs on as many threads as the kernel has, each with one
-contiguous part of the list; without a compiler torch's sum reads whole pools in place of it. `read_stream`
-reads the same pools from end to end with whichever of the two is faster: the upper limit of the machine,
-whatever the order of a kernel.
+Of the orders that a kernel may walk its pages in, and of prefetching or not, it takes what is fastest in a
+short trial: the highest rate is the honest limit. A small C reader, compiled when first needed, runs on as
+many threads as the kernel has, each with one contiguous part of the list; without a compiler torch's sum
+reads whole pools in place of it. `read_stream` reads the same pools from end to end with whichever of the two
+is faster: the upper limit of the machine, whatever the order of a kernel.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tinyserve_ops.layer_pool import LayerPool
 _SOURCE = Path(__file__).with_name("read_segments.c")
 _AHEAD = (0, 1, 2, 4)  # segments
 _TRIAL_LAYERS = 4
+_TRIALS = 3
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Segments:
         return int(self.sizes.sum())
 
 
-def page_segments(layers: Layers, pool: LayerPool, pages: Tensor) -> Segments:
-    """K and V (and scales) of logical pages, as the kernels walk them: by sequence, kv head, then page.
+def page_segments(layers: Layers, pool: LayerPool, pages: Tensor, order: str) -> Segments:
+    """K and V (and scales) of logical pages, in one of `ORDERS`.
 
     Args:
         pages: int [batch, num_kv_heads, pages per head], no padding.
@@ -54,13 +56,35 @@ def page_segments(layers: Layers, pool: LayerPool, pages: Tensor) -> Segments:
     page_ids = layers.page_table[sequences, pages.long()].long().numpy()
     heads = np.arange(pages.size(1))[None, :, None]
     addresses, sizes = [], []
-    for part in (pool.k_pages, pool.v_pages, pool.k_scales, pool.v_scales):
+    for part in (pool.k_pages, pool.k_scales, pool.v_pages, pool.v_scales):
         if part is not None:
             element = part.element_size()
             addresses.append(part.data_ptr() + element * (page_ids * part.stride(0) + heads * part.stride(1)))
             sizes.append(part[0, 0].numel() * element)
     stacked = np.stack(addresses, axis=-1)
-    return Segments(stacked.reshape(-1), np.broadcast_to(sizes, stacked.shape).reshape(-1).astype(np.int64))
+    places = _places(stacked.shape, order)
+    all_sizes = np.broadcast_to(np.array(sizes, np.int64), stacked.shape)
+    return Segments(stacked.reshape(-1)[places], all_sizes.reshape(-1)[places])
+
+
+# Orders in which a kernel may walk the pages of a sequence's heads.
+#   by chunk: 16 pages of a head, first their keys, then their values; then the next head's
+#   by page: all heads of a page, then the next page
+#   by head: all pages of a head, then the next head
+ORDERS = ("by chunk", "by page", "by head")
+_CHUNK_PAGES = 16
+
+
+@functools.lru_cache(maxsize=4)
+def _places(shape: tuple[int, ...], order: str) -> np.ndarray:
+    """Flat indices of [batch, heads, pages, parts] in that order."""
+    sequence, head, page, part = np.indices(shape).reshape(4, -1)
+    keys = {
+        "by chunk": (sequence, page // _CHUNK_PAGES, head, 2 * part // shape[3], page, part),
+        "by page": (sequence, page, head, part),
+        "by head": (sequence, head, page, part),
+    }[order]
+    return np.lexsort(keys[::-1])
 
 
 def summary_segments(pool: LayerPool) -> Segments:
@@ -131,16 +155,16 @@ class Reader:
         return float(self._times[:, 1].max() - self._times[:, 0].min()) * 1e-9
 
 
-def fastest_reader(num_threads: int, segments: list[Segments]) -> tuple[Reader, str]:
-    """The reader for such lists, without or with prefetch, by a short trial; and its name."""
+def fastest_reader(num_threads: int, candidates: dict[str, list[Segments]]) -> tuple[str, Reader, str]:
+    """Which order of the same segments (lists by layer), and which prefetch, a short trial finds fastest."""
     readers = {f"c, prefetch {ahead}" if ahead else "c": Reader(num_threads, ahead) for ahead in _AHEAD}
-    parts = [Reader(num_threads).split(each) for each in segments[:_TRIAL_LAYERS]]
-    best = {name: float("inf") for name in readers}
-    for _ in range(3):
+    best: dict[tuple[str, str], float] = {}
+    for order, segments in candidates.items():
+        parts = [Reader(num_threads).split(each) for each in segments[:_TRIAL_LAYERS]]
         for name, reader in readers.items():
-            best[name] = min(best[name], sum(reader(part) for part in parts))
-    name = min(best, key=lambda name: best[name])
-    return readers[name], name
+            best[order, name] = min(sum(reader(part) for part in parts) for _ in range(_TRIALS))
+    order, name = min(best, key=lambda pair: best[pair])
+    return order, readers[name], name
 
 
 def has_reader() -> bool:

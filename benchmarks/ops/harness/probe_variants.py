@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from benchmarks.ops.harness import probe
 from benchmarks.ops.harness.layers import Layers
 from benchmarks.ops.harness.run import Run, name_of, setup_facts
 from benchmarks.ops.harness.timing import Variant
 
 
-def add_probe(run: Run, variant: Variant, segments: list[probe.Segments]) -> str | None:
-    """The probe of what `variant` reads, in its order; its name, or None without a C compiler.
+def add_probe(run: Run, variant: Variant, segments_of: Callable[[int, str], probe.Segments]) -> str | None:
+    """The probe of what `variant` reads; its name, or None without a C compiler.
 
     Args:
-        segments: one list per layer of the variant.
+        segments_of: what it reads of a layer, in one of `probe.ORDERS`.
     """
     if not probe.has_reader():
         return None
-    reader, reader_name = probe.fastest_reader(variant.threads, segments)
+    layers = sorted(set(variant.layers))
+    candidates = {order: [segments_of(layer, order) for layer in layers] for order in probe.ORDERS}
+    order, reader, reader_name = probe.fastest_reader(variant.threads, candidates)
+    segments = candidates[order]
     parts = [reader.split(each) for each in segments]
     facts = variant.facts | {"op": "read_probe", "variant": f"probe of {variant.facts['variant']}"}
-    facts["reader"] = reader_name
+    facts |= {"reader": reader_name, "order": order}
     probe_variant = Variant(
         f"probe of {variant.name}",
         lambda layer: reader(parts[layer]),
