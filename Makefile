@@ -1,14 +1,18 @@
 # Every task of the project, one target each. `make demo` and `make test` do all set-up on a fresh machine; what was
 # done is remembered by marker files in the environment, so that a second run starts at once.
-#   make demo DEMO_ARGS="--context 8192"    make bench BENCH_ARGS="..."    make test PYTEST_ARGS="-k append"
+#   make demo DEMO_ARGS="--context 8192"    make bench BENCH_OPS_ARGS="--quick"    make test PYTEST_ARGS="-k append"
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
 VENV ?= .venv
 VENV4 ?= .venv-transformers4
+VENV_PEERS ?= .venv-peers
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+BENCH_OPS_ARGS ?=
+BENCH_PEERS_ARGS ?=
+BENCH_OUT ?= build/bench
 PYTEST_ARGS ?=
 TESTS4 ?= tests/system
 
@@ -30,10 +34,10 @@ export TINYSERVE_BUILD_DIR := $(BUILD)
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup build native demo test test-cpp test-python test-transformers4 lint format types asan tsan cuda-check wheel \
-	bench clean
+	bench bench-peers clean
 
 help:
-	@echo "make demo | test | bench | setup | build | lint | format | types | test-cpp | test-python"
+	@echo "make demo | test | bench | bench-peers | setup | build | lint | format | types | test-cpp | test-python"
 	@echo "     test-transformers4 | asan | tsan | cuda-check | wheel | clean"
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
@@ -82,8 +86,27 @@ native: $(VENV)/.demo
 demo: build
 	@python -m tinyserve demo $(DEMO_ARGS)
 
+# The ops first (records, plots and goals in build/bench), then whole models.
 bench: build
-	@python benchmarks/bench_generate.py $(BENCH_ARGS)
+	@rm -f $(BENCH_OUT)/generate.jsonl
+	@python -m benchmarks.ops --output $(BENCH_OUT) $(BENCH_OPS_ARGS)
+	@python benchmarks/bench_generate.py --output $(BENCH_OUT)/generate.jsonl $(BENCH_ARGS)
+	@python -m benchmarks.goals $(BENCH_OUT)
+
+# Other engines on the same model and machine, from an environment of their own; the goals then compare with them.
+bench-peers: build $(VENV_PEERS)/.peers
+	@mkdir -p $(BENCH_OUT)
+	@rm -f $(BENCH_OUT)/peers.jsonl
+	@python benchmarks/bench_peers.py --python $(VENV_PEERS)/bin/python --output $(BENCH_OUT)/peers.jsonl $(BENCH_PEERS_ARGS)
+
+# An engine that cannot be installed here is left out; the benchmark then says that it skips it.
+$(VENV_PEERS)/.peers: requirements/peers.txt
+	$(PYTHON) -m venv $(VENV_PEERS)
+	@grep -v '^#' requirements/peers.txt | while read -r package; do \
+		echo "Installing $$package ..."; \
+		$(VENV_PEERS)/bin/python -m pip install $(if $(TTY),,-qq) --disable-pip-version-check --only-binary :all: "$$package" \
+			|| echo "$$package: not available here"; done
+	@touch $@
 
 # ---- Tests and checks -----------------------------------------------------------------------------------------------
 

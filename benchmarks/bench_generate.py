@@ -13,9 +13,7 @@ import argparse
 import copy
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,10 +25,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "python")]
 
 import torch  # noqa: E402
-import transformers  # noqa: E402
 from transformers import DynamicCache, PreTrainedModel, StaticCache  # noqa: E402
 
 import tinyserve_ops  # noqa: E402
+from benchmarks.common import WrongPath, append_records, environment, expect, load_average  # noqa: E402
 from tinyserve.decode import Decoder, share_weights  # noqa: E402
 from tinyserve.models import load_model, smollm2_folder  # noqa: E402
 from tinyserve.needles import build_prompt, make_needle  # noqa: E402
@@ -48,15 +46,6 @@ class Variant:
     name: str
     decoder: Decoder
     check: Callable[[int], dict[str, Any]]
-
-
-class WrongPath(RuntimeError):
-    """A variant did not run the path its name promises."""
-
-
-def expect(what: str, expected: object, got: object) -> None:
-    if expected != got:
-        raise WrongPath(f"{what}: expected {expected}, got {got}")
 
 
 def unpatched(model: PreTrainedModel, name: str, cache: Any, context: int) -> Variant:
@@ -146,25 +135,6 @@ def run_point(
     return results
 
 
-def environment() -> dict[str, Any]:
-    """What a published number needs beside it."""
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "machine": f"{cpu}, {os.cpu_count()} logical cores",
-        "commit": commit or "unknown",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tinyserve_ops": tinyserve_ops.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
 def shapes(model: PreTrainedModel) -> dict[str, int]:
     config = model.config
     return {
@@ -239,14 +209,13 @@ def main() -> int:
                     **read,
                     "shapes": shapes(model),
                     "kv_source": KV_SOURCE,
-                    "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+                    "load_average": load_average(),
                     **environment(),
                 }
                 records.append(record)
                 print(json.dumps(record), flush=True)
                 if options.output is not None:
-                    with options.output.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(record) + "\n")
+                    append_records([record], options.output)
             del results
     print(markdown(records))
     return 0

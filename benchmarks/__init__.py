@@ -1,0 +1,1 @@
+"""Benchmarks of the library; run from a checkout, never installed."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the single ops: `python -m benchmarks.ops`."""

@@ -1,0 +1,1 @@
+"""What all op benchmarks share; each module owns one part of the method."""
