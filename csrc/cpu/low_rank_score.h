@@ -105,6 +105,8 @@ inline void dot_basis(const LowRankQueries& queries, const uint8_t* basis, int64
 struct PageLogits {
   alignas(16) float shift[kScoreHeads];
   alignas(16) float along[core::kMaxRank][kScoreHeads];
+  alignas(16) float largest[kScoreHeads];                  // of `logits`; 0 where all are -inf
+  F32x8 logits[core::kMaxPageSize / kLanes][kScoreHeads];  // without the shift
 };
 
 template <int kHeads>
@@ -134,19 +136,16 @@ inline void read_sketch(const LowRankQueries& queries, const uint8_t* summary, i
   store4(logits.shift, shift);
 }
 
-// The largest logit of a page into `max` and, for a log-sum-exp, the sum of exp(logit - max) into `sum`, both
-// [kScoreHeads]. kRank: the rank, or 0 for any.
+// The logits of a page's tokens and their largest one, which goes to `max` [kScoreHeads] with the shift.
 template <int kHeads, int kRank>
-inline void reduce_tokens(const PageLogits& page, const uint8_t* coefficients, int any_rank,
-                          int64_t coefficient_bytes, int64_t page_size, bool log_sum_exp, float* max,
-                          float* sum) {
+inline void find_logits(const uint8_t* coefficients, int any_rank, int64_t coefficient_bytes,
+                        int64_t page_size, PageLogits& page, float* max) {
   const int rank = kRank == 0 ? any_rank : kRank;
-  alignas(64) float logits[kHeads][core::kMaxPageSize];
   F32x8 maxima[kHeads];
   for (int h = 0; h < kHeads; ++h) maxima[h] = splat(kNoLogit);
   for (int64_t t = 0; t < page_size; t += core::kInt4Block) {
-    F32x8 first[kHeads] = {};
-    F32x8 last[kHeads] = {};
+    F32x8 first[kHeads], last[kHeads];
+    for (int h = 0; h < kHeads; ++h) first[h] = last[h] = splat(0.0F);
     for (int r = 0; r < rank; ++r) {
       const Int4Block codes = load_int4(coefficients + r * coefficient_bytes + t / 2);
       for (int h = 0; h < kHeads; ++h) {
@@ -164,25 +163,26 @@ inline void reduce_tokens(const PageLogits& page, const uint8_t* coefficients, i
       }
     }
     for (int h = 0; h < kHeads; ++h) {
-      store(logits[h] + t, first[h]);
-      store(logits[h] + t + kLanes, last[h]);
+      page.logits[t / kLanes][h] = first[h];
+      page.logits[t / kLanes + 1][h] = last[h];
       const F32x8 larger = first[h] > last[h] ? first[h] : last[h];
       maxima[h] = larger > maxima[h] ? larger : maxima[h];
     }
   }
-  const F32x4 page_max = max_heads<kHeads>(maxima);
-  store4(max, load4(page.shift) + page_max);
-  if (!log_sum_exp) return;
+  const F32x4 largest = max_heads<kHeads>(maxima);
+  store4(max, load4(page.shift) + largest);
+  // Logits that are all -inf are taken relative to 0: -inf less -inf would be NaN.
+  store4(page.largest, select4(largest == splat4(kNoLogit), splat4(0.0F), largest));
+}
 
-  // Logits that are all -inf are shifted by 0: -inf less -inf would be NaN.
-  alignas(16) float shift[kScoreHeads];
-  store4(shift, select4(page_max == splat4(kNoLogit), splat4(0.0F), page_max));
+// sum [kScoreHeads]: of 2^(logit - largest) over the tokens.
+template <int kHeads>
+inline void sum_exponentials(const PageLogits& page, int64_t page_size, float* sum) {
   F32x8 sums[kHeads];
   for (int h = 0; h < kHeads; ++h) sums[h] = splat(0.0F);
-  for (int64_t t = 0; t < page_size; t += core::kInt4Block) {
-    for (int h = 0; h < kHeads; ++h) sums[h] += exp2_nonpositive(load(logits[h] + t) - splat(shift[h]));
+  for (int64_t v = 0; v < (page_size + kLanes - 1) / kLanes; ++v) {
     for (int h = 0; h < kHeads; ++h) {
-      sums[h] += exp2_nonpositive(load(logits[h] + t + kLanes) - splat(shift[h]));
+      sums[h] += exp2_nonpositive(page.logits[v][h] - splat(page.largest[h]));
     }
   }
   store4(sum, sum_heads<kHeads>(sums));
@@ -197,19 +197,22 @@ inline void score_sketches(const SummaryChunk& chunk, const core::Scorer& scorer
   const core::LowRankLayout layout = scorer.low_rank_layout(head_dim, page_size);
   const int rank = kRank == 0 ? scorer.rank : kRank;
   const bool log_sum_exp = scorer.token_reduction == core::TokenReduction::kLogSumExp;
-  // In two passes over a few pages: each is a long chain of dependent steps for one page, which the next page
-  // can only overlap if it comes soon.
-  constexpr int64_t kPages = 16;
-  PageLogits logits[kPages];
+  // In three passes over a few pages: each step is a long chain of dependent operations for one page, which
+  // another page's chain can only overlap if it comes soon.
+  constexpr int64_t kPages = 8;
+  PageLogits pages[kPages];
   for (int64_t first = 0; first < chunk.num_pages; first += kPages) {
     const int64_t end = first + kPages < chunk.num_pages ? first + kPages : chunk.num_pages;
     for_each_summary(chunk, first, end, [&](const uint8_t* summary, int64_t page) {
-      read_sketch<kHeads>(queries, summary, rank, head_dim, layout, logits[page - first]);
+      read_sketch<kHeads>(queries, summary, rank, head_dim, layout, pages[page - first]);
     });
     for (int64_t page = first; page < end; ++page) {
-      reduce_tokens<kHeads, kRank>(logits[page - first], chunk.row(page) + layout.coefficients, rank,
-                                   layout.coefficient_bytes, page_size, log_sum_exp,
-                                   maxima + page * kScoreHeads, sums + page * kScoreHeads);
+      find_logits<kHeads, kRank>(chunk.row(page) + layout.coefficients, rank, layout.coefficient_bytes,
+                                 page_size, pages[page - first], maxima + page * kScoreHeads);
+    }
+    if (!log_sum_exp) continue;
+    for (int64_t page = first; page < end; ++page) {
+      sum_exponentials<kHeads>(pages[page - first], page_size, sums + page * kScoreHeads);
     }
   }
 }
