@@ -4,6 +4,7 @@
 
 #include "core/limits.h"
 #include "core/scorer.h"
+#include "cpu/codes.h"
 #include "cpu/int4.h"
 #include "cpu/simd.h"
 
@@ -16,8 +17,6 @@ inline constexpr float kMaxInt4Code = 7.0F;
 // The largest key is scaled to [1, 2) first; residuals shorter than this may be rounding noise of the mean.
 inline constexpr float kNoise = 0x1p-16F;
 inline constexpr float kLargestFloat = 3.40282347e+38F;
-
-inline F32x8 absolute(F32x8 x) { return select(x < splat(0.0F), -x, x); }
 
 inline float largest_lane(F32x8 x) {
   float largest = x[0];
@@ -56,11 +55,7 @@ inline void quantise(const float* values, int64_t n, float scale, float max_code
     return;
   }
   for (int64_t i = 0; i < n; i += kLanes) {
-    const F32x8 x = load(values + i) / splat(scale);
-    F32x8 magnitude = absolute(x) + splat(0.5F);
-    magnitude = magnitude < splat(max_code) ? magnitude : splat(max_code);
-    const F32x8 code = __builtin_convertvector(__builtin_convertvector(magnitude, I32x8), F32x8);
-    store(codes + i, select(x < splat(0.0F), -code, code));
+    store(codes + i, nearest_code(load(values + i) / splat(scale), max_code));
   }
 }
 
@@ -185,9 +180,7 @@ inline void fit_low_rank(float* keys, int64_t page_size, int64_t head_dim, const
   const float mean_scale = round_up_to_bf16(largest_magnitude(fit.vector, head_dim) / kMaxMeanCode);
   quantise(fit.vector, head_dim, mean_scale, kMaxMeanCode, fit.codes);
   scales[0] = scaled_bf16(mean_scale, exponent);
-  for (int64_t d = 0; d < head_dim; ++d) {
-    summary[d] = static_cast<uint8_t>(static_cast<int8_t>(fit.codes[d]));
-  }
+  for (int64_t d = 0; d < head_dim; d += kLanes) store_codes(load(fit.codes + d), summary + d);
 
   float farthest = 0.0F;
   for (int64_t t = 0; t < page_size; ++t) {

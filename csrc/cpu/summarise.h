@@ -7,6 +7,7 @@
 #include "core/limits.h"
 #include "core/page_pool_view.h"
 #include "core/scorer.h"
+#include "cpu/codes.h"
 #include "cpu/low_rank_fit.h"
 #include "cpu/page_keys.h"
 #include "cpu/simd.h"
@@ -34,24 +35,21 @@ inline float code_scale(float amax) {
   return scale;
 }
 
-inline int round_nearest(float x) {
-  const float magnitude = __builtin_truncf(__builtin_fabsf(x) + 0.5F);
-  return static_cast<int>(x < 0.0F ? -magnitude : magnitude);
-}
-
-inline int clamp_code(int code) { return code > 127 ? 127 : (code < -127 ? -127 : code); }
-
-// One int8 code such that scale * code bounds the value from above (kMax), from below (kMin), or is the
-// nearest.
-inline int8_t encode(float value, float scale, core::PageStatistic statistic) {
-  if (scale == 0.0F || value != value) return 0;
-  int code = clamp_code(round_nearest(value / scale));
-  if (statistic == core::PageStatistic::kMax) {
-    while (code < 127 && scale * static_cast<float>(code) < value) ++code;
-  } else if (statistic == core::PageStatistic::kMin) {
-    while (code > -127 && scale * static_cast<float>(code) > value) --code;
+// int8 codes such that scale * code bounds the value from above (kMax), from below (kMin), or is the nearest.
+// The quotient's rounding may leave the nearest code two short of a bound, never more.
+inline F32x8 encode(F32x8 values, float scale, core::PageStatistic statistic) {
+  if (scale == 0.0F) return splat(0.0F);
+  F32x8 codes = nearest_code(values / splat(scale), 127.0F);
+  const F32x8 one = splat(1.0F);
+  for (int step = 0; step < 2; ++step) {
+    const F32x8 restored = splat(scale) * codes;
+    if (statistic == core::PageStatistic::kMax) {
+      codes += select((restored < values) & (codes < splat(127.0F)), one, splat(0.0F));
+    } else if (statistic == core::PageStatistic::kMin) {
+      codes -= select((restored > values) & (codes > splat(-127.0F)), one, splat(0.0F));
+    }
   }
-  return static_cast<int8_t>(code);
+  return codes;
 }
 
 // One statistic of eight channels over the tokens. keys: the first of the channels, [page_size, head_dim].
@@ -110,8 +108,8 @@ inline void summarise_vectors(const float* keys, int64_t page_size, int64_t head
     }
     const float scale = code_scale(amax);
     __builtin_memcpy(summary + 4 * v, &scale, 4);
-    for (int64_t d = 0; d < head_dim; ++d) {
-      codes[d] = static_cast<uint8_t>(encode(values[d], scale, statistic));
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      store_codes(encode(load(values + d), scale, statistic), codes + d);
     }
   }
 }
