@@ -208,10 +208,10 @@ def _over_peer(evicts: bool) -> Callable[[list[Record]], list[Measured]]:
         if not peers:
             return []
         best = min(peers, key=lambda record: record["median_ms"])
+        theirs = f"{best['engine']} {best['kv_dtype']} {best['tokens_per_second']:.1f} tok/s"
         return [
             Measured(
-                f"{row['dtype']}, {1e3 / row['median_ms']:.0f} tok/s over {best['engine']} {best['kv_dtype']} "
-                f"{best['tokens_per_second']:.0f} tok/s",
+                f"{row['dtype']}, {1e3 / row['median_ms']:.1f} tok/s over {theirs}",
                 best["median_ms"] / row["median_ms"],
                 best["minimum_ms"] / row["minimum_ms"],
             )
