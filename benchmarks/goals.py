@@ -130,13 +130,35 @@ def int8(records: list[Record]) -> list[Measured]:
 def selection_share(records: list[Record]) -> list[Measured]:
     # A selection's record is compared with the whole step of its run.
     return [
-        Measured(
-            f"{record['budget_pages']} of {record['num_pages']} pages, {_shape(record)}",
-            100 / record["speed_up"],
-            100 / record["speed_up_minima"],
-        )
+        _inverse(f"{record['budget_pages']} of {record['num_pages']} pages, {_shape(record)}", record, 100)
         for record in _select(records, op="select_pages")
     ]
+
+
+def low_rank_scan(records: list[Record]) -> list[Measured]:
+    # A scan's record is compared with that of the full-precision box and group maximum.
+    scans = _select(records, op="score_pages", scorer="low_rank", num_heads=32)
+    return [_inverse(_where(record), record) for record in scans if record["speed_up"] is not None]
+
+
+def low_rank_step(records: list[Record]) -> list[Measured]:
+    found = []
+    sparse = _cold(records, point="sparse_decode, decode", op="sparse_decode", budget=0.3, dtype="bfloat16")
+    for record in _select(sparse, scorer="low_rank", num_heads=32):
+        for box in _select(sparse, run=record["run"], scorer="bounds_full", group_reduction="max"):
+            median, minimum = record["median_us"] / box["median_us"], record["min_us"] / box["min_us"]
+            found.append(Measured(_where(record), median, minimum))
+    return found
+
+
+def sealing_share(records: list[Record]) -> list[Measured]:
+    # A sealing's record is compared with the attention of the same chunk.
+    sealed = _select(records, op="seal_pages", scorer="low_rank")
+    return [_inverse(f"{_where(record)}, {record['new_tokens']} new", record, 100) for record in sealed]
+
+
+def _inverse(where: str, record: Record, unit: float = 1) -> Measured:
+    return Measured(where, unit / record["speed_up"], unit / record["speed_up_minima"])
 
 
 def threads(records: list[Record]) -> list[Measured]:
@@ -208,10 +230,10 @@ def _over_peer(evicts: bool) -> Callable[[list[Record]], list[Measured]]:
         if not peers:
             return []
         best = min(peers, key=lambda record: record["median_ms"])
+        theirs = f"{best['engine']} {best['kv_dtype']} {best['tokens_per_second']:.1f} tok/s"
         return [
             Measured(
-                f"{row['dtype']}, {1e3 / row['median_ms']:.0f} tok/s over {best['engine']} {best['kv_dtype']} "
-                f"{best['tokens_per_second']:.0f} tok/s",
+                f"{row['dtype']}, {1e3 / row['median_ms']:.1f} tok/s over {theirs}",
                 best["median_ms"] / row["median_ms"],
                 best["minimum_ms"] / row["minimum_ms"],
             )
@@ -246,6 +268,16 @@ GOALS = (
     Goal("sparse at ratio 0.3 over torch's page selection, 32K bf16", ">= 4x", 4.0, over_torch_selection),
     Goal("int8 KV over bf16 KV, share of the byte ratio", ">= 0.85", 0.85, int8, unit=""),
     Goal("selection, share of the sparse step", "<= 10 %", 10, selection_share, unit=" %", at_most=True),
+    Goal("low_rank scan over the bf16 box's with group max, time", "<= 2x", 2.0, low_rank_scan, at_most=True),
+    Goal("the whole sparse step at ratio 0.3, the same", "<= 1.2x", 1.2, low_rank_step, at_most=True),
+    Goal(
+        "low_rank sealing, share of the chunk's attention",
+        "<= 5 %",
+        5,
+        sealing_share,
+        unit=" %",
+        at_most=True,
+    ),
     Goal("3 kv heads: 2 threads over 1", ">= 1.8x", 1.8, threads),
     Goal("growth 8K to 128K at 2048 tokens, dense slope over sparse slope", ">= 14x", 14, _growth(False)),
     Goal("the same with int8 summaries", ">= 28x", 28, _growth(True)),

@@ -1,4 +1,4 @@
-"""ik_llama.cpp through its wheel (AVX2 code); it turns flash attention off itself on CPUs without AVX-VNNI."""
+"""ik_llama.cpp through its wheel (AVX2 code); flash attention is off on CPUs without AVX-VNNI."""
 
 from __future__ import annotations
 

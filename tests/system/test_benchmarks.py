@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
@@ -16,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
 
-from benchmarks import goals  # noqa: E402
+from benchmarks import bench_peers, goals  # noqa: E402
 from benchmarks.common import WrongPath, read_records  # noqa: E402
 from benchmarks.ops import __main__ as runner  # noqa: E402
 from benchmarks.ops import bench_sparse_decode  # noqa: E402
@@ -226,3 +227,28 @@ def test_the_command_writes_records_plots_and_goals(
         for suffix in (".png", ".svg"):
             assert (tmp_path / f"{stem}{suffix}").stat().st_size > 1000
     assert plots.plot_all([], tmp_path) == []
+
+
+def test_an_engine_that_is_not_installed_is_skipped_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_peers, "ENGINES", {"no_such_engine": "no-such-engine"})
+    monkeypatch.setattr(bench_peers, "smollm2_gguf", lambda: Path("model.gguf"))
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--python", sys.executable])
+    assert bench_peers.main() == 0
+    assert "no-such-engine skipped, not installed" in capsys.readouterr().err
+
+
+def test_the_goals_compare_with_the_fastest_engine_measured_here() -> None:
+    options = argparse.Namespace(steps=3, depth=8000, seed=0, threads=2)
+    result = {"engine": "e", "engine_version": "1", "kv_dtype": "u8", "prefill_seconds": 1.0}
+    slow = bench_peers.record_of(result | {"variant": "v", "step_seconds": [0.02, 0.03, 0.01]}, options)
+    fast = bench_peers.record_of(result | {"variant": "v", "step_seconds": [0.01, 0.01, 0.01]}, options)
+    assert (slow["median_ms"], slow["minimum_ms"], slow["tokens_per_second"]) == (20.0, 10.0, 50.0)
+    ours = {"benchmark": "generate", "variant": "ours, budget 1024 tokens", "dtype": "float32"}
+    ours |= {"context": 8128, "median_ms": 5.0, "minimum_ms": 5.0}
+    rows = goals.table([slow, fast, ours]).splitlines()
+    [row] = [line for line in rows if "fastest other engine" in line]
+    assert "2.00 (2.00)x | met |" in row
+    with pytest.raises(RuntimeError, match="expected 3 decoded tokens, got 1"):
+        bench_peers.record_of(result | {"variant": "v", "step_seconds": [0.02]}, options)
