@@ -171,3 +171,31 @@ def test_a_batch_without_new_tokens_gives_empty_results(impl: Implementation, se
     batch = make_batch(seq_lens, [0] * len(seq_lens))
     shapes = [tuple(result.shape) for result in batch.run(impl.ops.sparse_decode)]
     assert shapes == [(0, 4, 16), (0, 4), (0, 2, 4), (0, 2)]
+
+
+@pytest.mark.parametrize("scorer", ["bounds", "bounds_full", "low_rank"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [pair for pair in testing.DTYPE_PAIRS if pair[0] == pair[1] or pair[0].itemsize == 4],
+)
+def test_pools_and_summaries_may_begin_at_any_element(
+    impl: Implementation, scorer: str, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    if kv_dtype == torch.int8 and scorer == "bounds_full":
+        return
+    batch = sealed(impl, LENGTHS, num_heads=6, scorer=scorer, dtype=dtype, kv_dtype=kv_dtype, page_budget=6)
+    expected = batch.run(impl.ops.sparse_decode)
+    shifted = {
+        name: _one_element_later(getattr(batch, name))
+        for name in ("q", "k_pages", "v_pages", "k_scales", "v_scales", "page_summary")
+        if getattr(batch, name) is not None
+    }
+    for actual, want in zip(batch.run(impl.ops.sparse_decode, **shifted), expected, strict=True):
+        impl.assert_same(actual, want)
+
+
+def _one_element_later(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values and strides, one element behind an aligned address."""
+    storage = tensor.new_empty(tensor.numel() + 1)
+    view = storage[1:].as_strided(tensor.shape, tensor.stride())
+    return view.copy_(tensor)
