@@ -16,7 +16,7 @@ struct KernelTable {
   const char* target;
   Kernel<core::AppendKvParams> append_kv;        // items: write * num_kv_heads + head
   Kernel<core::SealPagesParams> seal_pages;      // items: page * num_kv_heads + head
-  Kernel<core::ScorePagesParams> score_pages;    // items: (row * num_kv_heads + head) * max_chunks + chunk
+  Kernel<core::ScorePagesParams> score_pages;    // items: (row * max_chunks + chunk) * num_kv_heads + head
   Kernel<core::ScorePagesParams> join_scores;    // items: row * num_kv_heads + head
   Kernel<core::SelectPagesParams> select_pages;  // items: row * num_kv_heads + head
   Kernel<core::AttendPagesParams> attend_pages;  // items: (row * max_chunks + chunk) * num_kv_heads + head

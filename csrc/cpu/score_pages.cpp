@@ -103,13 +103,15 @@ void score_chunk(const core::ScorePagesParams& params, const ScoreItem& item, co
 void score_pages(const core::ScorePagesParams& params, int64_t begin, int64_t end) {
   const int64_t row_bytes = params.scorer->summary_bytes(params.head_dim, params.page_size);
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t row_head = i / params.max_chunks;
-    const core::Row& row = params.rows[row_head / params.num_kv_heads];
-    const ScoreItem item{
-        .row = row_head / params.num_kv_heads,
-        .head = row_head % params.num_kv_heads,
-        .row_head = row_head,
-        .first_page = row.first_page(params.page_size) + i % params.max_chunks * core::kScoreChunkPages};
+    // Heads come before chunks: the rows of a page's heads are neighbours in memory and share cache lines.
+    const int64_t head = i % params.num_kv_heads;
+    const int64_t chunk = i / params.num_kv_heads % params.max_chunks;
+    const int64_t row_idx = i / (params.num_kv_heads * params.max_chunks);
+    const core::Row& row = params.rows[row_idx];
+    const ScoreItem item{.row = row_idx,
+                         .head = head,
+                         .row_head = row_idx * params.num_kv_heads + head,
+                         .first_page = row.first_page(params.page_size) + chunk * core::kScoreChunkPages};
     int64_t end_page = item.first_page + core::kScoreChunkPages;
     if (end_page > row.end_page(params.page_size)) end_page = row.end_page(params.page_size);
     // A page not full of visible tokens has no summary yet; it is the last one and always attended.
@@ -125,7 +127,7 @@ void score_pages(const core::ScorePagesParams& params, int64_t begin, int64_t en
     }
     for (int64_t page = sealed_end < item.first_page ? item.first_page : sealed_end; page < end_page;
          ++page) {
-      params.page_scores[row_head * params.row_stride + page] = __builtin_inff();
+      params.page_scores[item.row_head * params.row_stride + page] = __builtin_inff();
     }
   }
 }
