@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -122,7 +123,11 @@ class Reader:
         self._ahead = ahead
         self._num_threads = num_threads
         self._read = _compiled_reader()
-        self._threads = ThreadPoolExecutor(num_threads)
+        # Woken for less than a millisecond, two threads may otherwise share one core while another idles.
+        cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+        self._threads = ThreadPoolExecutor(
+            num_threads, initializer=lambda: os.sched_setaffinity(0, {next(cores)})
+        )
         self.sums: list[int] = []  # of the last call, one per thread: proof that every byte was read
         self._arrived = np.zeros(1, np.int32)
         self._times = np.zeros((num_threads, 2), np.int64)
