@@ -73,6 +73,7 @@ class SparseConfig:
     max_kv_bytes: int | None = None
     record_selection: bool = False
     _ratio: Fraction | None = field(default=None, init=False, repr=False, compare=False)
+    _op_group_reduction: str = field(default="", init=False, repr=False, compare=False)
     _default_budget: bool = field(default=False, init=False, repr=False, compare=False)  # neither was given
 
     def __post_init__(self) -> None:
@@ -85,6 +86,9 @@ class SparseConfig:
             if not isinstance(self.group_reduction, str):
                 raise TypeError(f"group_reduction: expected a string or None, got {self.group_reduction!r}")
             check_group_reduction(self.group_reduction, self.scorer)
+        # Kept: every layer of every step asks for it.
+        reduction = self.group_reduction or default_group_reduction(self.scorer)
+        object.__setattr__(self, "_op_group_reduction", reduction)
         if self.kv_dtype is not None:
             _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
             resolve(self.scorer, self.kv_dtype)
@@ -131,7 +135,7 @@ class SparseConfig:
     @property
     def op_group_reduction(self) -> str:
         """`group_reduction` as the ops take it: None replaced by the scorer's default."""
-        return self.group_reduction or default_group_reduction(self.scorer)
+        return self._op_group_reduction
 
     @property
     def ratio(self) -> Fraction | None:

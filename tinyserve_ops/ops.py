@@ -333,22 +333,29 @@ def _run(op: Any, *args: object) -> Any:
 
 def _check_tensors(op: Any, args: tuple[object, ...]) -> None:
     """What the dispatcher would hide: tensors of several devices, and a gradient that vanishes."""
+    grad = torch.is_grad_enabled()
+    # One quick look at a call where all is as it should be: it is made for every layer and token.
+    for arg in args:
+        if isinstance(arg, Tensor) and (not arg.is_cpu or (grad and arg.requires_grad)):
+            _refuse_tensors(op, args, grad)
+            return
+
+
+def _refuse_tensors(op: Any, args: tuple[object, ...], grad: bool) -> None:
     tensors = [(index, arg) for index, arg in enumerate(args) if isinstance(arg, Tensor)]
-    if not all(tensor.is_cpu for _, tensor in tensors):  # the quick look: `device` makes an object each time
-        device = tensors[0][1].device
-        for index, tensor in tensors:
-            if tensor.device != device:
-                raise ValueError(
-                    f"{_argument_name(op, index)}: expected a tensor on {device} like the first argument, "
-                    f"got one on {tensor.device}"
-                )
-    if torch.is_grad_enabled():
-        for index, tensor in tensors:
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"{_argument_name(op, index)}: expected a tensor that does not require grad (this op has "
-                    "no gradient), got one that does; run it under torch.no_grad() or pass a detached tensor"
-                )
+    device = tensors[0][1].device
+    for index, tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(
+                f"{_argument_name(op, index)}: expected a tensor on {device} like the first argument, "
+                f"got one on {tensor.device}"
+            )
+    for index, tensor in tensors:
+        if grad and tensor.requires_grad:
+            raise ValueError(
+                f"{_argument_name(op, index)}: expected a tensor that does not require grad (this op has "
+                "no gradient), got one that does; run it under torch.no_grad() or pass a detached tensor"
+            )
 
 
 def _argument_name(op: Any, index: int) -> str:
