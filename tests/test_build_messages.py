@@ -63,8 +63,8 @@ def test_a_torch_before_2_11_is_refused_with_both_versions(tmp_path: Path) -> No
 
 def test_a_python_before_3_10_is_refused_with_both_versions(tmp_path: Path) -> None:
     python, site = environment_without_torch(tmp_path / "venv")
-    old = "import sys\nsys.version_info = (3, 9, 2, 'final', 0)\n"
-    (site / "sitecustomize.py").write_text(old)
+    # Not sitecustomize.py: distributions bring their own, which comes first.
+    (site / "old.pth").write_text("import sys; sys.version_info = (3, 9, 2, 'final', 0)\n")
     error = configure(tmp_path / "build", f"-DPython_EXECUTABLE={python}")
     assert "needs Python 3.10 or newer; found 3.9.2" in error
 
