@@ -160,8 +160,8 @@ void attend_chunk(const core::AttendPagesParams& params, const Chunk& chunk, con
       const Block<T> next = prefetched_at(i);
       if constexpr (kInt8) {
         prefetch(next.scales);
-        int8_logits<kHeads>(q_codes, params.k_pages, keys.data, keys.scales, next.data, params.page_size, head_dim,
-                            page_begin, stride);
+        int8_logits<kHeads>(q_codes, params.k_pages, keys.data, keys.scales, next.data, params.page_size,
+                            head_dim, page_begin, stride);
       } else {
         page_logits<kHeads>(q, params.k_pages, keys.data, next.data, params.page_size, head_dim, page_begin,
                             stride);

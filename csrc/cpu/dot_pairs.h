@@ -64,8 +64,8 @@ inline I32x8 add_dot_pairs(I32x8 sum, I16x16 a, I16x16 b) {
 #endif
 }
 
-// Sixteen columns of two rows as neighbours: columns 0..3 and 8..11 (a0, b0, a1, b1, ...), then the others. No
-// element crosses the middle of a vector; restore_columns() takes that back.
+// Sixteen columns of two rows as neighbours: columns 0..3 and 8..11 (a0, b0, a1, b1, ...), then the others.
+// No element crosses the middle of a vector; restore_columns() takes that back.
 struct RowPairs {
   I16x16 even;
   I16x16 odd;

@@ -1,7 +1,7 @@
-// The inner loops of attention over one int8 page, in integers: queries and weighted probabilities are rounded
-// to 16-bit codes, so that sums of products with the page's codes are exact and take half the instructions of
-// fp32. A query channel is off by at most 2^-16 of the head's largest one, a weight by 2^-16 of the page's
-// largest one; the codes of the page itself are off by up to 2^-8 of a row's largest value.
+// The inner loops of attention over one int8 page, in integers: queries and weighted probabilities are
+// rounded to 16-bit codes, so that sums of products with the page's codes are exact and take half the
+// instructions of fp32. A query channel is off by at most 2^-16 of the head's largest one, a weight by 2^-16
+// of the page's largest one; the codes of the page itself are off by up to 2^-8 of a row's largest value.
 #pragma once
 
 #include "core/limits.h"
@@ -18,8 +18,8 @@ static_assert(core::kMaxPageSize * 128 * 32767 < INT32_MAX, "So does the weighte
 
 constexpr int64_t round_up_wide(int64_t n) { return (n + kWideLanes - 1) / kWideLanes * kWideLanes; }
 
-// Rounds kHeads rows x [n], n a multiple of 8, to codes: x = scale * code. A row that is not finite has codes 0
-// and scale NaN; numbers in a row without one above 2^-113 count as 0.
+// Rounds kHeads rows x [n], n a multiple of 8, to codes: x = scale * code. A row that is not finite has codes
+// 0 and scale NaN; numbers in a row without one above 2^-113 count as 0.
 template <int kHeads>
 [[gnu::always_inline]] inline void round_rows(const float* x, int64_t x_stride, int64_t n, int16_t* codes,
                                               int64_t codes_stride, float* scales) {
@@ -71,10 +71,11 @@ struct NextLines {
   int64_t step;  // from one to the next
 };
 
+// The first n codes, zeros behind them: the memory after them may not exist.
 inline I8x16 load_columns(const int8_t* p, int64_t n) {
   if (n >= 16) return load_codes(p);
   I8x16 codes = {};
-  if (n >= 8) {
+  if (n == 8) {
     __builtin_memcpy(&codes, p, 8);
   } else {
     for (int64_t i = 0; i < n; ++i) codes[i] = p[i];
@@ -82,8 +83,8 @@ inline I8x16 load_columns(const int8_t* p, int64_t n) {
   return codes;
 }
 
-// even[g], odd[g]: over num_rows rows of weights[g][row] * codes[row][column], for up to sixteen columns in the
-// order of RowPairs, num_columns of which exist.
+// even[g], odd[g]: over num_rows rows of weights[g][row] * codes[row][column], for up to sixteen columns in
+// the order of RowPairs, num_columns of which exist.
 template <int kHeads>
 [[gnu::always_inline]] inline void sum_rows(const int8_t* codes, int64_t row_stride, int64_t num_rows,
                                             int64_t num_columns, const int16_t* weights,
@@ -139,9 +140,8 @@ inline void int8_channel_major_logits(const QueryCodes& q, const int8_t* keys, c
     const F32x8 last_scale = wide ? load_scales(scales, t + kLanes, page_size) : splat(0.0F);
     for (int g = 0; g < kHeads; ++g) {
       // Dot products first, the tokens' scales later: a large scale times a code may overflow.
-      const F32x16 dots =
-          restore_columns(__builtin_convertvector(even[g], F32x8) * splat(q.scale[g]),
-                          __builtin_convertvector(odd[g], F32x8) * splat(q.scale[g]));
+      const F32x16 dots = restore_columns(__builtin_convertvector(even[g], F32x8) * splat(q.scale[g]),
+                                          __builtin_convertvector(odd[g], F32x8) * splat(q.scale[g]));
       float* token = logits + g * stride + t;
       store(token, dots.lanes[0] * first_scale);
       if (wide) store(token + kLanes, dots.lanes[1] * last_scale);
@@ -179,8 +179,9 @@ inline void int8_logits(const QueryCodes& q, const core::PagePoolView& pool, con
   }
 }
 
-// acc[g] += sum over the slots [first_slot, end_slot) of a page of probabilities[g] * scales * v. Slots outside
-// are read with weight 0, whatever they hold. `acc` is in the order of RowPairs until restore_int8_channels().
+// acc[g] += sum over the slots [first_slot, end_slot) of a page of probabilities[g] * scales * v. Slots
+// outside are read with weight 0, whatever they hold. `acc` is in the order of RowPairs until
+// restore_int8_channels().
 template <int kHeads>
 inline void accumulate_int8_values(const float* probabilities, int64_t stride, const int8_t* values,
                                    const int8_t* next, int64_t token_stride, const float* scales,
@@ -194,7 +195,8 @@ inline void accumulate_int8_values(const float* probabilities, int64_t stride, c
     const I32x8 slot = I32x8{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<int32_t>(t);
     const I32x8 seen = (slot >= static_cast<int32_t>(first_slot)) & (slot < static_cast<int32_t>(end_slot));
     const F32x8 slot_scales = select(seen, load_scales(scales, t, page_size), splat(0.0F));
-    for (int g = 0; g < kHeads; ++g) store(weights[g] + t, load(probabilities + g * stride + t) * slot_scales);
+    for (int g = 0; g < kHeads; ++g)
+      store(weights[g] + t, load(probabilities + g * stride + t) * slot_scales);
   }
   round_rows<kHeads>(weights[0], core::kMaxPageSize, slots, codes[0], core::kMaxPageSize, scale);
   const int64_t first_row = first_slot / 2 * 2;
