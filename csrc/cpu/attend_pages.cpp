@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/limits.h"
+#include "cpu/int8_page.h"
 #include "cpu/kernels.h"
 #include "cpu/softmax_tile.h"
 
@@ -23,6 +24,17 @@ struct ChunkPage {
   int64_t page_id;
   int64_t first_slot;
   int64_t end_slot;
+};
+
+// The keys or values of a page and kv head, and of an int8 page its tokens' scales.
+template <typename T>
+struct Block {
+  const T* data;
+  const float* scales = nullptr;
+
+  Block(const core::PagePoolView& pool, int64_t page_id, int64_t head) : data(pool.page<T>(page_id, head)) {
+    if constexpr (std::is_same_v<T, int8_t>) scales = pool.token_scales(page_id, head);
+  }
 };
 
 template <int kHeads, typename T>
@@ -47,16 +59,6 @@ inline void page_logits(const float* q, const core::PagePoolView& pool, const T*
     channel_major_logits<kHeads>(q, keys, next, pool.channel_stride, page_size, head_dim, logits, stride);
   } else {
     page_logits_token_major<kHeads>(q, keys, pool.token_stride, page_size, head_dim, logits, stride);
-  }
-}
-
-// Folds the scales of int8 keys into the logits, of int8 values into the probabilities: [first, end) slots of
-// one page, for every head of the block.
-template <int kHeads>
-inline void multiply_by_scales(const float* scales, int64_t first_slot, int64_t end_slot, float* slots,
-                               int64_t stride) {
-  for (int g = 0; g < kHeads; ++g) {
-    for (int64_t t = first_slot; t < end_slot; ++t) slots[g * stride + t] *= scales[t];
   }
 }
 
@@ -113,28 +115,31 @@ float* partial_of(const core::AttendPagesParams& params, int64_t row_head, int64
 
 // The query heads of a group are taken kHeadBlock at a time to bound the logits on the stack; the pages of
 // a chunk then come from the cache for every block but the first.
+// int8 pages are multiplied in integers, by queries and probabilities rounded to 16 bits (int8_page.h).
 template <typename T>
 void attend_chunk(const core::AttendPagesParams& params, const Chunk& chunk, const Chunk& next_chunk) {
+  constexpr bool kInt8 = std::is_same_v<T, int8_t>;
   const ChunkPage* pages = chunk.pages;
   const int64_t num_pages = chunk.num_pages;
-  const auto k_page = [&](const Chunk& of, int64_t i) {
-    return params.k_pages.page<T>(of.pages[i].page_id, of.head);
+  const auto keys_of = [&](const Chunk& of, int64_t i) {
+    return Block<T>(params.k_pages, of.pages[i].page_id, of.head);
   };
-  const auto v_page = [&](int64_t i) { return params.v_pages.page<T>(pages[i].page_id, chunk.head); };
+  const auto values_of = [&](int64_t i) { return Block<T>(params.v_pages, pages[i].page_id, chunk.head); };
   // Blocks in the order they are read: the chunk's keys, its values, the next chunk's keys. Channel-major or
   // not, a page's keys take as many bytes as its values.
   const auto prefetched_at = [&](int64_t block) {
     block += kPrefetchBlocks;
-    if (block < num_pages) return k_page(chunk, block);
+    if (block < num_pages) return keys_of(chunk, block);
     block -= num_pages;
-    if (block < num_pages) return v_page(block);
+    if (block < num_pages) return values_of(block);
     block -= num_pages;
-    return block < next_chunk.num_pages ? k_page(next_chunk, block) : v_page(num_pages - 1);
+    return block < next_chunk.num_pages ? keys_of(next_chunk, block) : values_of(num_pages - 1);
   };
   const int64_t head_dim = params.head_dim;
   const int64_t slots = round_up(params.page_size);
   const int64_t stride = num_pages * slots;
   alignas(64) float q[kHeadBlock * core::kMaxHeadDim];
+  QueryCodes q_codes;
   alignas(64) float logits[kHeadBlock * kMaxChunkTokens];
   float scratch[core::kMaxPageSize];
   float* acc = partial_of(params, chunk.row_head, chunk.index);
@@ -147,14 +152,19 @@ void attend_chunk(const core::AttendPagesParams& params, const Chunk& chunk, con
       const int64_t query_head = chunk.head * params.group_size + g0 + g;
       load_query(params.q, chunk.row_idx, query_head, head_dim, params.sm_scale, q + g * head_dim);
     }
+    if constexpr (kInt8) q_codes.template round<kHeads>(q, head_dim);
     for (int64_t i = 0; i < num_pages; ++i) {
       const ChunkPage& page = pages[i];
       float* page_begin = logits + i * slots;
-      page_logits<kHeads>(q, params.k_pages, k_page(chunk, i), prefetched_at(i), params.page_size, head_dim,
-                          page_begin, stride);
-      if constexpr (std::is_same_v<T, int8_t>) {
-        multiply_by_scales<kHeads>(params.k_pages.token_scales(page.page_id, chunk.head), page.first_slot,
-                                   page.end_slot, page_begin, stride);
+      const Block<T> keys = keys_of(chunk, i);
+      const Block<T> next = prefetched_at(i);
+      if constexpr (kInt8) {
+        prefetch(next.scales);
+        int8_logits<kHeads>(q_codes, params.k_pages, keys.data, keys.scales, next.data, params.page_size,
+                            head_dim, page_begin, stride);
+      } else {
+        page_logits<kHeads>(q, params.k_pages, keys.data, next.data, params.page_size, head_dim, page_begin,
+                            stride);
       }
       for (int g = 0; g < kHeads; ++g) {
         float* page_logit = page_begin + g * stride;
@@ -175,15 +185,26 @@ void attend_chunk(const core::AttendPagesParams& params, const Chunk& chunk, con
     __builtin_memset(block_acc, 0, static_cast<size_t>(kHeads * head_dim) * sizeof(float));
     for (int64_t i = 0; i < num_pages; ++i) {
       const ChunkPage& page = pages[i];
-      if constexpr (std::is_same_v<T, int8_t>) {
-        multiply_by_scales<kHeads>(params.v_pages.token_scales(page.page_id, chunk.head), page.first_slot,
-                                   page.end_slot, logits + i * slots, stride);
+      const Block<T> values = values_of(i);
+      const Block<T> next = prefetched_at(num_pages + i);
+      if constexpr (kInt8) {
+        prefetch(next.scales);
+        accumulate_int8_values<kHeads>(logits + i * slots, stride, values.data, next.data,
+                                       params.v_pages.token_stride, values.scales, page.first_slot,
+                                       page.end_slot, params.page_size, head_dim, block_acc);
+      } else {
+        accumulate_values<kHeads>(logits + i * slots, stride, values.data, next.data,
+                                  params.v_pages.token_stride, page.first_slot, page.end_slot, head_dim,
+                                  block_acc);
       }
-      accumulate_values<kHeads>(logits + i * slots, stride, v_page(i), prefetched_at(num_pages + i),
-                                params.v_pages.token_stride, page.first_slot, page.end_slot, head_dim,
-                                block_acc);
     }
-    for (int g = 0; g < kHeads; ++g) restore_channels<T>(block_acc + g * head_dim, head_dim);
+    for (int g = 0; g < kHeads; ++g) {
+      if constexpr (kInt8) {
+        restore_int8_channels(block_acc + g * head_dim, head_dim);
+      } else {
+        restore_channels<T>(block_acc + g * head_dim, head_dim);
+      }
+    }
   });
 }
 

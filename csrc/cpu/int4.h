@@ -1,58 +1,14 @@
-// Blocks of 16 int4 codes (layout: core/scorer.h), and integer dot products with codes.
+// Blocks of 16 int4 codes (layout: core/scorer.h).
 #pragma once
 
 #include "core/scorer.h"
-#include "cpu/simd.h"
+#include "cpu/dot_pairs.h"
 
 namespace tinyserve::cpu::TINYSERVE_TARGET {
 namespace {
 
 // Codes are used as they are stored, plus 8: whoever sums them up takes the 8s off in one go.
 inline constexpr int kInt4Offset = 8;
-
-inline constexpr int kWideLanes = 16;
-
-typedef int8_t I8x16 __attribute__((vector_size(16)));
-typedef uint8_t U8x16 __attribute__((vector_size(16)));
-typedef int16_t I16x16 __attribute__((vector_size(32)));
-typedef uint16_t U16x16 __attribute__((vector_size(32)));
-
-inline I16x16 load_wide(const int16_t* p) {
-  I16x16 x;
-  __builtin_memcpy(&x, p, 32);
-  return x;
-}
-// 16 codes of 8 bits, as 16 bits.
-inline I16x16 load_wide(const int8_t* p) {
-#if defined(__AVX2__)
-  return reinterpret_cast<I16x16>(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#else
-  I8x16 codes;
-  __builtin_memcpy(&codes, p, 16);
-  return __builtin_convertvector(codes, I16x16);
-#endif
-}
-inline U16x16 load_wide(const uint8_t* p) {
-#if defined(__AVX2__)
-  return reinterpret_cast<U16x16>(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#else
-  U8x16 bytes;
-  __builtin_memcpy(&bytes, p, 16);
-  return __builtin_convertvector(bytes, U16x16);
-#endif
-}
-
-// Sums of the products of neighbours: lane i is a[2i] b[2i] + a[2i + 1] b[2i + 1].
-inline I32x8 dot_pairs(I16x16 a, I16x16 b) {
-#if defined(__AVX2__)
-  return reinterpret_cast<I32x8>(
-      _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-#else
-  const I32x8 x = reinterpret_cast<I32x8>(a);
-  const I32x8 y = reinterpret_cast<I32x8>(b);
-  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
-#endif
-}
 
 // The first and the last eight codes of a block, plus 8 each, as fp32.
 struct Int4Block {

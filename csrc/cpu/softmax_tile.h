@@ -33,8 +33,9 @@ inline void prefetch(const T* address) {
 // logits[g * stride + t] = dot(q_g, k_t) for sixteen tokens. Few heads give few independent sums, too few to
 // hide the latency of a multiply-add: then several channels are summed apart (head_dim is a multiple of 8).
 template <int kHeads, typename T>
-inline void sixteen_token_logits(const float* q, const T* keys, const T* next, int64_t channel_stride,
-                                 int64_t head_dim, float* logits, int64_t stride) {
+[[gnu::always_inline]] inline void sixteen_token_logits(const float* q, const T* keys, const T* next,
+                                                        int64_t channel_stride, int64_t head_dim,
+                                                        float* logits, int64_t stride) {
   constexpr int kDepth = kHeads == 1 ? 4 : (kHeads <= 3 ? 2 : 1);
   F32x16 sum[kDepth][kHeads];
   for (int c = 0; c < kDepth; ++c) {
@@ -96,9 +97,10 @@ inline void channel_major_logits(const float* q, const T* keys, const T* next, i
 // `acc` is in the lane order of T. Three heads alone leave too few independent sums: then two tokens are
 // summed apart.
 template <int kHeads, int kBlocks, typename T>
-inline void accumulate_channels(const float* probabilities, int64_t stride, const T* values, const T* next,
-                                int64_t token_stride, int64_t first_slot, int64_t end_slot, int64_t head_dim,
-                                float* acc) {
+[[gnu::always_inline]] inline void accumulate_channels(const float* probabilities, int64_t stride,
+                                                       const T* values, const T* next, int64_t token_stride,
+                                                       int64_t first_slot, int64_t end_slot, int64_t head_dim,
+                                                       float* acc) {
   constexpr int kDepth = kHeads * kBlocks == 3 ? 2 : 1;
   F32x16 sum[kDepth][kHeads][kBlocks];
   for (int g = 0; g < kHeads; ++g) {

@@ -102,7 +102,7 @@ def test_all_zero_keys_give_the_mean_of_the_values(impl: Implementation) -> None
     mean = batch.stored_tokens(0)[1].mean(0).repeat_interleave(2, 0)
     dense_out, _, sparse_out, *_ = attend_both(impl, batch)  # a budget of four pages covers all three
     for out in (dense_out, sparse_out):
-        assert_close(out[0], mean, atol=1e-6)
+        assert_close(out[0], mean, atol=1e-6 + testing.attention_tolerance(batch)[0])
 
 
 def test_one_outlier_silences_the_small_values_of_its_row_only(impl: Implementation) -> None:
@@ -222,7 +222,8 @@ def test_prefill_attends_to_new_tokens_as_given_and_decode_to_what_is_stored(imp
     assert_close(as_given, testing.attention_oracle(batch, new_tokens_as_given=True)[0])
     batch.run(impl.ops.append_kv)
     stored, _, _ = batch.run(impl.ops.attend_pages)
-    assert_close(stored, testing.attention_oracle(batch)[0])
+    rounding, _ = testing.attention_tolerance(batch)
+    assert_close(stored, testing.attention_oracle(batch)[0], atol=2e-5 + rounding)
     assert 1e-4 < (stored - as_given).abs().max() < 0.05
 
 

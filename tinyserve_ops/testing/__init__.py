@@ -12,6 +12,7 @@ from tinyserve_ops.testing.implementations import IMPLEMENTATION_NAMES, Implemen
 from tinyserve_ops.testing.int8_rows import as_stored, expected_rows
 from tinyserve_ops.testing.oracle import (
     attention_oracle,
+    attention_tolerance,
     read_low_rank,
     read_summary,
     score_oracle,
@@ -30,6 +31,7 @@ __all__ = [
     "assert_refused",
     "assert_same_bits",
     "attention_oracle",
+    "attention_tolerance",
     "expected_rows",
     "fused_views",
     "get_implementation",

@@ -67,6 +67,22 @@ def attention_oracle(
     return out, lse
 
 
+def attention_tolerance(batch: Batch) -> tuple[float, float]:
+    """How far out and lse may lie from `attention_oracle` beyond fp32 rounding: 0 unless pages are int8.
+
+    The compiled ops round the queries of a head to 16 bits, which moves a logit by at most 2^-16 of its
+    largest channel times the sum of the key's magnitudes, and the probabilities of a page likewise, which
+    moves the output by at most 2^-16 of page_size values. A logit off by x moves its probability by 2x.
+    """
+    if batch.k_scales is None or batch.q.numel() == 0:
+        return 0.0, 0.0
+    tokens = [part for b in range(len(batch.seq_lens)) for part in zip(*batch.stored_tokens(b), strict=True)]
+    keys = max((float(k.abs().sum(-1).max()) for k, _ in tokens), default=0.0)
+    values = max((float(v.abs().max()) for _, v in tokens), default=0.0)
+    logit = abs(batch.sm_scale) * float(batch.q.double().abs().max()) * keys * 2.0**-16
+    return (2 * logit + batch.page_size * 2.0**-16) * values, logit
+
+
 def read_summary(row: Tensor, scorer: str, head_dim: int) -> dict[str, np.ndarray]:
     """Reads one row uint8 [summary_bytes] of a linear scorer: statistic name -> float64 [head_dim]."""
     data = row.contiguous().numpy().tobytes()

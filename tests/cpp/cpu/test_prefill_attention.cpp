@@ -180,13 +180,15 @@ TEST_CASE("Prefill of one token agrees with decode over the same stored tokens")
     const int64_t length = 3 * shape.page_size + shape.page_size / 2 + 1;
     const PagedProblem fresh(shape, {{length, 1}}, {{0, length - 1}}, 4);
     const PagedProblem stored(shape, {{length}}, {{0, length - 1}}, 4);
+    const ExpectedAttention expected =
+        expected_attention(stored);  // for what decode rounds and prefill does not
     for (const KernelTable* kernels : targets()) {
       CAPTURE(kernels->target);
       const Attention prefilled = prefill(*kernels, fresh, cut_blocks(fresh, 1));
       const Attention decoded = attend(*kernels, stored);
-      require_close(prefilled.out.values(), decoded.out.values(), 1e-5,
+      require_close(prefilled.out.values(), decoded.out.values(), 1e-5 + expected.out_rounding,
                     2.0 * unit_roundoff(shape.query_type()));
-      require_close(as_doubles(prefilled.lse), as_doubles(decoded.lse), 1e-5);
+      require_close(as_doubles(prefilled.lse), as_doubles(decoded.lse), 1e-5 + expected.lse_rounding);
     }
   }
 }
