@@ -179,8 +179,9 @@ class PagedProblem {
   }
   const Elements& k_storage() const { return k_storage_; }
   // All scales of the pool, gaps and what lies in front of it included; empty unless the pages are int8.
-  const std::vector<float>& k_scales() const { return k_scales_; }
-  const std::vector<float>& v_scales() const { return v_scales_; }
+  // The scales of all pages, gaps included; empty unless int8.
+  std::vector<float> k_scales() const { return without_guard(k_scales_); }
+  std::vector<float> v_scales() const { return without_guard(v_scales_); }
 
  private:
   static constexpr float kNanFloat = std::numeric_limits<float>::quiet_NaN();
@@ -258,6 +259,11 @@ class PagedProblem {
     }
     ASAN_POISON_MEMORY_REGION(k_storage_.data(), guard_bytes);
     ASAN_POISON_MEMORY_REGION(v_storage_.data(), guard_bytes);
+  }
+
+  // The page before the first is there to catch reads and must not be touched.
+  std::vector<float> without_guard(const std::vector<float>& scales) const {
+    return {scales.begin() + (scales.empty() ? 0 : k_pages.scale_page_stride), scales.end()};
   }
 
   void write_pages(size_t s) {

@@ -137,8 +137,7 @@ ExpectedPool expected_int8_pool(const Appending& appending, EmptyPools& pools, i
         }
         std::vector<double> codes;
         const int64_t slot = write.first_slot + i;
-        const int64_t place =
-            (write.page_id + 1) * view.scale_page_stride + head * view.scale_head_stride + slot;
+        const int64_t place = write.page_id * view.scale_page_stride + head * view.scale_head_stride + slot;
         expected.scales[place] = expected_row(row, codes);
         for (size_t d = 0; d < row.size(); ++d) {
           const auto channel = static_cast<int64_t>(d);
