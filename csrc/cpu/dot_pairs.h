@@ -5,7 +5,7 @@
 #include "cpu/simd.h"
 
 #if defined(__SSE4_1__)
-#include <smmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace tinyserve::cpu::TINYSERVE_TARGET {
