@@ -93,28 +93,22 @@ struct Scorer {
   }
 };
 
+inline constexpr SummaryVector kBoxMax{PageStatistic::kMax, QueryFeature::kPositivePart, 1.0F};
+inline constexpr SummaryVector kBoxMin{PageStatistic::kMin, QueryFeature::kNegativePart, 1.0F};
+
 constexpr Scorer int8_scorer(std::string_view name, int num_vectors, SummaryVector first,
                              SummaryVector second = {}, SummaryVector third = {}) {
   return {name, SummaryEncoding::kInt8, num_vectors, {first, second, third}, {}, 0, {}};
 }
 constexpr Scorer full_bounds_scorer(std::string_view name, ElementType type) {
-  return {name,
-          SummaryEncoding::kFull,
-          2,
-          {{PageStatistic::kMax, QueryFeature::kPositivePart, 1.0F},
-           {PageStatistic::kMin, QueryFeature::kNegativePart, 1.0F},
-           {}},
-          type,
-          0,
-          {}};
+  return {name, SummaryEncoding::kFull, 2, {kBoxMax, kBoxMin, {}}, type, 0, {}};
 }
 constexpr Scorer low_rank_scorer(std::string_view name, int rank, TokenReduction reduction) {
   return {name, SummaryEncoding::kLowRank, 0, {}, {}, rank, reduction};
 }
 
 inline constexpr Scorer kScorers[] = {
-    int8_scorer("bounds", 2, {PageStatistic::kMax, QueryFeature::kPositivePart, 1.0F},
-                {PageStatistic::kMin, QueryFeature::kNegativePart, 1.0F}),
+    int8_scorer("bounds", 2, kBoxMax, kBoxMin),
     full_bounds_scorer("bounds_full_fp32", ElementType::kFloat32),
     full_bounds_scorer("bounds_full_fp16", ElementType::kFloat16),
     full_bounds_scorer("bounds_full_bf16", ElementType::kBFloat16),

@@ -16,6 +16,13 @@ inline F32x8 nearest_code(F32x8 x, float max_code) {
   return select(x < splat(0.0F), -code, code);
 }
 
+// The nearest integer, halves to even, for |x| below 2^22: adding 1.5 * 2^23 rounds, and leaves the integer
+// in the low bits.
+inline I32x8 nearest_even(F32x8 x) {
+  const F32x8 shift = splat(12582912.0F);
+  return reinterpret_cast<I32x8>(x + shift) - reinterpret_cast<I32x8>(shift);
+}
+
 // Eight codes as int8.
 inline void store_codes(F32x8 codes, void* to) {
   typedef int8_t I8x8 __attribute__((vector_size(8)));

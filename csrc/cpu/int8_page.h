@@ -7,6 +7,7 @@
 
 #include "core/limits.h"
 #include "core/page_pool_view.h"
+#include "cpu/codes.h"
 #include "cpu/dot_pairs.h"
 #include "cpu/lanes_of_heads.h"
 #include "cpu/softmax_tile.h"
@@ -40,11 +41,9 @@ template <int kHeads>
   store4(inverse, select4(rounds, splat4(32767.0F) / max, splat4(0.0F)));
   const F32x4 not_rounded = select4(max <= splat4(0x1p-113F), splat4(0.0F), splat4(__builtin_nanf("")));
   store4(scales, select4(rounds, max * splat4(1.0F / 32767.0F), not_rounded));
-  const F32x8 shift = splat(12582912.0F);  // 1.5 * 2^23 rounds and leaves the integer in the low bits
   for (int g = 0; g < kHeads; ++g) {
     for (int64_t i = 0; i < n; i += kLanes) {
-      const F32x8 shifted = load(x + g * x_stride + i) * splat(inverse[g]) + shift;
-      const I32x8 code = reinterpret_cast<I32x8>(shifted) - reinterpret_cast<I32x8>(shift);
+      const I32x8 code = nearest_even(load(x + g * x_stride + i) * splat(inverse[g]));
       const I16x8 narrow = __builtin_convertvector(code, I16x8);
       __builtin_memcpy(codes + g * codes_stride + i, &narrow, sizeof(narrow));
     }

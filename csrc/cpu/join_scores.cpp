@@ -30,8 +30,7 @@ inline F32x8 maximum(F32x8 a, F32x8 b) { return b > a ? b : a; }
 float log_sum_exp_of_numbers(const float* scores, int64_t n) {
   F32x8 lanes = splat(-kInfinity);
   for (int64_t i = 0; i < n; i += kLanes) lanes = maximum(lanes, load_scores(scores, i, n));
-  float max = lanes[0];
-  for (int i = 1; i < kLanes; ++i) max = lanes[i] > max ? lanes[i] : max;
+  const float max = horizontal_maximum(lanes);
   if (max == -kInfinity || max == kInfinity) return max;
   F32x8 sum = splat(0.0F);
   for (int64_t i = 0; i < n; i += kLanes) {

@@ -16,13 +16,6 @@ inline constexpr float kMaxMeanCode = 127.0F;
 inline constexpr float kMaxInt4Code = 7.0F;
 // The largest key is scaled to [1, 2) first; residuals shorter than this may be rounding noise of the mean.
 inline constexpr float kNoise = 0x1p-16F;
-inline constexpr float kLargestFloat = 3.40282347e+38F;
-
-inline float largest_lane(F32x8 x) {
-  float largest = x[0];
-  for (int i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
-  return largest;
-}
 
 inline float dot(const float* a, const float* b, int64_t n) {
   F32x8 even = splat(0.0F);
@@ -42,7 +35,7 @@ inline float largest_magnitude(const float* x, int64_t n) {
     const F32x8 magnitude = absolute(load(x + i));
     largest = magnitude > largest ? magnitude : largest;
   }
-  return largest_lane(largest);
+  return horizontal_maximum(largest);
 }
 
 // The smallest bf16 number that is not below x (finite, not negative).
@@ -75,7 +68,7 @@ inline int normalise(float* keys, int64_t n) {
     const F32x8 magnitude = absolute(x);
     amax = magnitude > amax ? magnitude : amax;
   }
-  const float largest = largest_lane(amax);
+  const float largest = horizontal_maximum(amax);
   if (largest == 0.0F) return 0;
   // A subnormal largest key reads as -127 and is clamped; then keys stay below 1.
   int exponent = static_cast<int>(float_to_bits(largest) >> 23) - 127;

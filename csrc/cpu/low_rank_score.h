@@ -46,7 +46,7 @@ inline void load_low_rank_query(const core::PackedView& from, int64_t row, int64
   for (int64_t d = 0; d < head_dim; ++d) {
     const float magnitude = __builtin_fabsf(q[d]);
     largest = magnitude > largest ? magnitude : largest;
-    finite = finite && magnitude <= 3.40282347e+38F;  // false for NaN
+    finite = finite && magnitude <= kLargestFloat;  // false for NaN
   }
   float inverse = finite && largest > 0.0F ? kMaxQueryCode / largest : 0.0F;
   if (inverse == __builtin_inff()) inverse = 0.0F;  // a query this small is no query

@@ -3,6 +3,7 @@
 // NaN or an infinity has no scale: it is stored as NaN times 0, and whoever attends to it reads NaN.
 #pragma once
 
+#include "cpu/codes.h"
 #include "cpu/simd.h"
 
 namespace tinyserve::cpu::TINYSERVE_TARGET {
@@ -15,28 +16,22 @@ inline float quantise_row(const float* row, int64_t head_dim, int8_t* codes) {
   I32x8 finite = largest == largest;
   for (int64_t d = 0; d < head_dim; d += kLanes) {
     const F32x8 x = load(row + d);
-    const F32x8 magnitude = x < splat(0.0F) ? -x : x;
-    finite &= magnitude <= splat(3.40282347e+38F);
+    const F32x8 magnitude = absolute(x);
+    finite &= magnitude <= splat(kLargestFloat);
     largest = magnitude > largest ? magnitude : largest;
   }
-  float amax = 0.0F;
-  bool all_finite = true;
-  for (int i = 0; i < kLanes; ++i) {
-    all_finite = all_finite && finite[i] != 0;
-    if (largest[i] > amax) amax = largest[i];
-  }
-  const float scale = all_finite ? amax / 127.0F : __builtin_nanf("");
+  const bool all_finite = lane_mask(finite) == 0xffU;
+  const float scale = all_finite ? horizontal_maximum(largest) / 127.0F : __builtin_nanf("");
   if (!(scale > 0.0F)) {
     __builtin_memset(codes, 0, static_cast<size_t>(head_dim));
     return scale;
   }
-  // Adding 1.5 * 2^23 rounds and leaves the integer in the low bits; a scale of a few units in the last place
-  // of zero may give ratios somewhat above 127, which the clamp takes back.
-  const F32x8 shift = splat(12582912.0F);
+  // A scale of a few units in the last place of zero may give ratios somewhat above 127, which the clamp
+  // takes back.
   for (int64_t d = 0; d < head_dim; d += kLanes) {
     F32x8 ratio = load(row + d) / splat(scale);
     ratio = ratio > splat(127.0F) ? splat(127.0F) : (ratio < splat(-127.0F) ? splat(-127.0F) : ratio);
-    const I32x8 code = reinterpret_cast<I32x8>(ratio + shift) - reinterpret_cast<I32x8>(shift);
+    const I32x8 code = nearest_even(ratio);
     for (int i = 0; i < kLanes; ++i) codes[d + i] = static_cast<int8_t>(code[i]);
   }
   return scale;

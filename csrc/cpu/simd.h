@@ -21,6 +21,8 @@ typedef float F32x8 __attribute__((vector_size(32)));
 typedef int32_t I32x8 __attribute__((vector_size(32)));
 typedef uint32_t U32x8 __attribute__((vector_size(32)));
 
+inline constexpr float kLargestFloat = 3.40282347e+38F;
+
 inline F32x8 splat(float x) { return F32x8{x, x, x, x, x, x, x, x}; }
 
 inline float bits_to_float(uint32_t bits) {
@@ -152,6 +154,13 @@ inline F32x8 load_first(const T* p, int64_t n) {
 
 inline float horizontal_sum(F32x8 x) {
   return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+
+// NaN lanes behind the first lose.
+inline float horizontal_maximum(F32x8 x) {
+  float maximum = x[0];
+  for (int i = 1; i < kLanes; ++i) maximum = x[i] > maximum ? x[i] : maximum;
+  return maximum;
 }
 
 inline F32x8 select(I32x8 mask, F32x8 yes, F32x8 no) {

@@ -196,11 +196,7 @@ inline float maximum(const float* logits, int64_t n) {
     const F32x8 x = load(logits + i);
     max = x > max ? x : max;
   }
-  float result = max[0];
-  for (int i = 1; i < kLanes; ++i) {
-    if (max[i] > result) result = max[i];
-  }
-  return result;
+  return horizontal_maximum(max);
 }
 
 // Calls f with the number of heads as a compile-time constant, for kHeadBlock heads at a time.

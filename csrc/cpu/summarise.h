@@ -21,10 +21,10 @@ inline float clamp_to_finite(float x, float largest) {
 }
 
 inline float largest_finite(const core::Scorer& scorer) {
-  if (scorer.encoding == core::SummaryEncoding::kInt8) return 3.40282347e+38F;
+  if (scorer.encoding == core::SummaryEncoding::kInt8) return kLargestFloat;
   if (scorer.full_type == core::ElementType::kFloat16) return 65504.0F;
   if (scorer.full_type == core::ElementType::kBFloat16) return 3.38953139e+38F;
-  return 3.40282347e+38F;
+  return kLargestFloat;
 }
 
 // Smallest scale whose 127th multiple reaches `amax`.

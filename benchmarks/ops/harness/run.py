@@ -10,6 +10,7 @@ from benchmarks.ops.harness.layers import Layers, Setup
 from benchmarks.ops.harness.scoring import Budget, Scoring
 from benchmarks.ops.harness.settings import Settings
 from benchmarks.ops.harness.timing import Variant
+from tinyserve_ops.layer_pool import kv_bytes_per_token
 
 
 @dataclass
@@ -52,11 +53,13 @@ def setup_facts(setup: Setup) -> dict[str, Any]:
 
 def layers_needed(settings: Settings, setup: Setup, smallest_bytes: int) -> int:
     """Layers whose share of `smallest_bytes` each exceeds the cache, within the memory for pools."""
-    element = setup.kv_dtype.itemsize
-    per_layer = (
-        2 * setup.batch * setup.num_pages * setup.page_size * setup.num_kv_heads * setup.head_dim * element
-    )
-    return settings.layers_for(max(1, smallest_bytes), per_layer)
+    return settings.layers_for(max(1, smallest_bytes), _kv_bytes(setup, setup.num_pages))
+
+
+def _kv_bytes(setup: Setup, pages: int) -> int:
+    """Bytes of K, V and scales in `pages` pages of each sequence, all kv heads."""
+    rows = setup.batch * pages * setup.page_size * setup.num_kv_heads
+    return rows * kv_bytes_per_token(setup.head_dim, setup.kv_dtype)
 
 
 def make_layers(
@@ -70,10 +73,8 @@ def make_layers(
 ) -> Layers:
     """Enough layers for the variant that reads least: the smallest budget, or everything without budgets."""
     pages = min([setup.page_budget(budget) for budget in budgets], default=setup.num_pages)
-    smallest = 2 * setup.batch * pages * setup.page_size * setup.num_kv_heads * setup.head_dim
-    smallest *= setup.kv_dtype.itemsize
     names = tuple(dict.fromkeys(scoring.scorer for scoring in scorings))
-    num_layers = 1 if hot else layers_needed(settings, setup, smallest)
+    num_layers = 1 if hot else layers_needed(settings, setup, _kv_bytes(setup, pages))
     num_layers = min(num_layers, max_layers or num_layers)
     return Layers(setup, num_layers, names, settings.seed)
 

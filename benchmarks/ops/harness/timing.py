@@ -105,9 +105,8 @@ def _run_pass(variant: Variant, hot: bool) -> list[float]:
         torch.set_num_threads(variant.threads)
     expect(f"{variant.name}: threads", variant.threads, torch.get_num_threads())
     if variant.times_itself:
-        time.sleep(
-            0.003
-        )  # torch's threads spin for a while after their last work, in the way of the probe's own
+        # torch's threads spin for a while after their last work, in the way of the probe's own.
+        time.sleep(0.003)
     else:
         _WAKE.add_(1.0)  # brings torch's threads back from sleep
     if hot:
