@@ -452,10 +452,7 @@ class TinyServeCache(LinkedCache):
         if forward.batch is None:
             out = query.new_zeros(batch_size * num_new, num_heads, value.size(3))
         else:
-            if num_new == 1 and forward.index is None:  # the common step, in as few calls as possible
-                q, k, v = query.squeeze(2), key.squeeze(2), value.squeeze(2)
-            else:
-                q, k, v = (_pack(x, forward.index) for x in (query, key, value))
+            q, k, v = (_pack(x, forward.index) for x in (query, key, value))
             out = forward.batch.attend(layer_idx, q, k, v, sm_scale, window)
             if forward.index is not None:
                 out = out.new_zeros(batch_size * num_new, *out.shape[1:]).index_copy_(0, forward.index, out)
