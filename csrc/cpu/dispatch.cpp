@@ -19,6 +19,11 @@ struct Target {
 // Best first.
 const Target kTargets[] = {
 #if defined(__x86_64__)
+    {&avx512vnni::kKernels,
+     [] {
+       return __builtin_cpu_supports("x86-64-v4") != 0 && __builtin_cpu_supports("avx512vnni") != 0 &&
+              __builtin_cpu_supports("avx512vbmi") != 0;
+     }},
     {&avx512::kKernels, [] { return __builtin_cpu_supports("x86-64-v4") != 0; }},
     {&avx2::kKernels, [] { return __builtin_cpu_supports("x86-64-v3") != 0; }},
 #endif

@@ -121,8 +121,8 @@ inline RowPairs interleave(I16x16 a, I16x16 b) {
 #endif
 }
 inline F32x16 restore_columns(F32x8 even, F32x8 odd) {
-  return {__builtin_shufflevector(even, odd, 0, 1, 2, 3, 8, 9, 10, 11),
-          __builtin_shufflevector(even, odd, 4, 5, 6, 7, 12, 13, 14, 15)};
+  return join(__builtin_shufflevector(even, odd, 0, 1, 2, 3, 8, 9, 10, 11),
+              __builtin_shufflevector(even, odd, 4, 5, 6, 7, 12, 13, 14, 15));
 }
 
 }  // namespace

@@ -39,5 +39,8 @@ extern const KernelTable kKernels;
 namespace avx512 {
 extern const KernelTable kKernels;
 }
+namespace avx512vnni {
+extern const KernelTable kKernels;
+}
 
 }  // namespace tinyserve::cpu

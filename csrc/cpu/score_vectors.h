@@ -51,23 +51,23 @@ inline F32x4 dot_vectors(const uint8_t* summary, const core::Scorer& scorer, con
   F32x8 total[kHeads];
   for (int h = 0; h < kHeads; ++h) total[h] = splat(0.0F);
   for (int v = 0; v < scorer.num_vectors; ++v) {
-    F32x8 even[kHeads], odd[kHeads];
-    for (int h = 0; h < kHeads; ++h) even[h] = odd[h] = splat(0.0F);
+    F32x16 sum[kHeads];
+    for (int h = 0; h < kHeads; ++h) sum[h] = splat16(0.0F);
     int64_t d = 0;
     for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
-      const F32x8 first = load(codes + d);
-      for (int h = 0; h < kHeads; ++h) even[h] += load(features + h * head_dim + d) * first;
-      const F32x8 second = load(codes + d + kLanes);
-      for (int h = 0; h < kHeads; ++h) odd[h] += load(features + h * head_dim + d + kLanes) * second;
+      const F32x16 x = load16_in_order(codes + d);
+      for (int h = 0; h < kHeads; ++h) sum[h] += load16(features + h * head_dim + d) * x;
     }
+    F32x8 half[kHeads];
+    for (int h = 0; h < kHeads; ++h) half[h] = low_half(sum[h]) + high_half(sum[h]);
     if (d < head_dim) {
       const F32x8 last = load(codes + d);
-      for (int h = 0; h < kHeads; ++h) even[h] += load(features + h * head_dim + d) * last;
+      for (int h = 0; h < kHeads; ++h) half[h] += load(features + h * head_dim + d) * last;
     }
     // Unscaled codes first: a scale near the largest float times a code may overflow.
     float scale = 1.0F;
     if constexpr (std::is_same_v<Code, int8_t>) __builtin_memcpy(&scale, summary + 4 * v, 4);
-    for (int h = 0; h < kHeads; ++h) total[h] += splat(scale) * (even[h] + odd[h]);
+    for (int h = 0; h < kHeads; ++h) total[h] += splat(scale) * half[h];
     codes += head_dim;
     features += kHeads * head_dim;
   }

@@ -117,31 +117,95 @@ inline F32x8 load(const int8_t* p) {
 
 // --- sixteen elements at once ----------------------------------------------------------------------
 
+// Whether sixteen lanes are one register, of 32; elsewhere they are two or more, of 16.
+#if defined(__AVX512F__)
+inline constexpr bool kWideRegisters = true;
+
+typedef float F32x16 __attribute__((vector_size(64)));
+
+inline F32x16 splat16(float x) { return reinterpret_cast<F32x16>(_mm512_set1_ps(x)); }
+inline F32x16 join(F32x8 low, F32x8 high) {
+  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+inline F32x8 low_half(F32x16 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline F32x8 high_half(F32x16 x) { return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15); }
+#else
+inline constexpr bool kWideRegisters = false;
+
 struct F32x16 {
-  F32x8 lanes[2];
+  F32x8 low;
+  F32x8 high;
+
+  F32x16& operator+=(F32x16 x) {
+    low += x.low;
+    high += x.high;
+    return *this;
+  }
+  friend F32x16 operator*(F32x16 a, F32x16 b) { return {a.low * b.low, a.high * b.high}; }
 };
 
-// Widening sixteen bf16 takes one load, a shift and a mask when the even elements go to one vector and the
-// odd ones to the other. Loops that treat all elements alike run in this lane order; restore_order() ends it.
+inline F32x16 splat16(float x) { return {splat(x), splat(x)}; }
+inline F32x16 join(F32x8 low, F32x8 high) { return {low, high}; }
+inline F32x8 low_half(F32x16 x) { return x.low; }
+inline F32x8 high_half(F32x16 x) { return x.high; }
+#endif
+
+inline void store(float* p, F32x16 x) {
+  store(p, low_half(x));
+  store(p + kLanes, high_half(x));
+}
+
+// Widening sixteen bf16 takes one load, a shift and a mask when the even elements go to one vector of eight
+// and the odd ones to the other. Loops that treat all elements alike run in this lane order; restore_order()
+// ends it. Where all sixteen fit one vector, they are widened in order.
+#if defined(__AVX512F__)
+template <typename T>
+inline constexpr bool kEvenOddLanes = false;
+#else
 template <typename T>
 inline constexpr bool kEvenOddLanes = std::is_same_v<T, core::BFloat16>;
+#endif
 
 template <typename T>
 inline F32x16 load16(const T* p) {
   if constexpr (kEvenOddLanes<T>) {
     U32x8 pairs;
     __builtin_memcpy(&pairs, p, 32);
-    return {reinterpret_cast<F32x8>(pairs << 16), reinterpret_cast<F32x8>(pairs & 0xffff0000U)};
+    return join(reinterpret_cast<F32x8>(pairs << 16), reinterpret_cast<F32x8>(pairs & 0xffff0000U));
   } else {
-    return {load(p), load(p + kLanes)};
+    return join(load(p), load(p + kLanes));
+  }
+}
+#if defined(__AVX512F__)
+inline F32x16 load16(const float* p) { return reinterpret_cast<F32x16>(_mm512_loadu_ps(p)); }
+inline F32x16 load16(const core::Half* p) {
+  return reinterpret_cast<F32x16>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+}
+inline F32x16 load16(const core::BFloat16* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return reinterpret_cast<F32x16>(_mm512_slli_epi32(wide, 16));
+}
+inline F32x16 load16(const int8_t* p) {
+  const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return reinterpret_cast<F32x16>(_mm512_cvtepi32_ps(wide));
+}
+#endif
+
+template <typename T>
+inline F32x16 load16_in_order(const T* p) {
+  if constexpr (kEvenOddLanes<T>) {
+    return join(load(p), load(p + kLanes));
+  } else {
+    return load16(p);
   }
 }
 
 template <typename T>
 inline F32x16 restore_order(F32x16 x) {
   if constexpr (!kEvenOddLanes<T>) return x;
-  return {__builtin_shufflevector(x.lanes[0], x.lanes[1], 0, 8, 1, 9, 2, 10, 3, 11),
-          __builtin_shufflevector(x.lanes[0], x.lanes[1], 4, 12, 5, 13, 6, 14, 7, 15)};
+  const F32x8 even = low_half(x), odd = high_half(x);
+  return join(__builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11),
+              __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15));
 }
 
 // The first n < 8 elements, zero behind them: the memory after them may not exist.

@@ -36,33 +36,24 @@ template <int kHeads, typename T>
 [[gnu::always_inline]] inline void sixteen_token_logits(const float* q, const T* keys, const T* next,
                                                         int64_t channel_stride, int64_t head_dim,
                                                         float* logits, int64_t stride) {
-  constexpr int kDepth = kHeads == 1 ? 4 : (kHeads <= 3 ? 2 : 1);
+  constexpr int kDepth = (kHeads == 1 ? 4 : (kHeads <= 3 ? 2 : 1)) * (kWideRegisters ? 2 : 1);
   F32x16 sum[kDepth][kHeads];
   for (int c = 0; c < kDepth; ++c) {
-    for (int g = 0; g < kHeads; ++g) sum[c][g] = {splat(0.0F), splat(0.0F)};
+    for (int g = 0; g < kHeads; ++g) sum[c][g] = splat16(0.0F);
   }
 #pragma GCC unroll 2
   for (int64_t d = 0; d < head_dim; d += kDepth) {
     for (int c = 0; c < kDepth; ++c) {
       prefetch(next);
       const F32x16 k = load16(keys);
-      for (int g = 0; g < kHeads; ++g) {
-        const F32x8 q_gd = splat(q[g * head_dim + d + c]);
-        sum[c][g].lanes[0] += q_gd * k.lanes[0];
-        sum[c][g].lanes[1] += q_gd * k.lanes[1];
-      }
+      for (int g = 0; g < kHeads; ++g) sum[c][g] += splat16(q[g * head_dim + d + c]) * k;
       keys += channel_stride;
       next += channel_stride;
     }
   }
   for (int g = 0; g < kHeads; ++g) {
-    for (int c = 1; c < kDepth; ++c) {
-      sum[0][g].lanes[0] += sum[c][g].lanes[0];
-      sum[0][g].lanes[1] += sum[c][g].lanes[1];
-    }
-    const F32x16 total = restore_order<T>(sum[0][g]);
-    store(logits + g * stride, total.lanes[0]);
-    store(logits + g * stride + kLanes, total.lanes[1]);
+    for (int c = 1; c < kDepth; ++c) sum[0][g] += sum[c][g];
+    store(logits + g * stride, restore_order<T>(sum[0][g]));
   }
 }
 
@@ -105,8 +96,8 @@ template <int kHeads, int kBlocks, typename T>
   F32x16 sum[kDepth][kHeads][kBlocks];
   for (int g = 0; g < kHeads; ++g) {
     for (int i = 0; i < kBlocks; ++i) {
-      sum[0][g][i] = {load(acc + g * head_dim + i * 16), load(acc + g * head_dim + i * 16 + kLanes)};
-      for (int c = 1; c < kDepth; ++c) sum[c][g][i] = {splat(0.0F), splat(0.0F)};
+      sum[0][g][i] = load16(acc + g * head_dim + i * 16);
+      for (int c = 1; c < kDepth; ++c) sum[c][g][i] = splat16(0.0F);
     }
   }
   const auto add_token = [&](int64_t t, int c) {
@@ -116,11 +107,8 @@ template <int kHeads, int kBlocks, typename T>
       v[i] = load16(values + t * token_stride + i * 16);
     }
     for (int g = 0; g < kHeads; ++g) {
-      const F32x8 p = splat(probabilities[g * stride + t]);
-      for (int i = 0; i < kBlocks; ++i) {
-        sum[c][g][i].lanes[0] += p * v[i].lanes[0];
-        sum[c][g][i].lanes[1] += p * v[i].lanes[1];
-      }
+      const F32x16 p = splat16(probabilities[g * stride + t]);
+      for (int i = 0; i < kBlocks; ++i) sum[c][g][i] += p * v[i];
     }
   };
   int64_t t = first_slot;
@@ -131,11 +119,8 @@ template <int kHeads, int kBlocks, typename T>
   if (t < end_slot) add_token(t, 0);
   for (int g = 0; g < kHeads; ++g) {
     for (int i = 0; i < kBlocks; ++i) {
-      for (int lane = 0; lane < 2; ++lane) {
-        F32x8 total = sum[0][g][i].lanes[lane];
-        if constexpr (kDepth == 2) total += sum[1][g][i].lanes[lane];
-        store(acc + g * head_dim + i * 16 + lane * kLanes, total);
-      }
+      if constexpr (kDepth == 2) sum[0][g][i] += sum[1][g][i];
+      store(acc + g * head_dim + i * 16, sum[0][g][i]);
     }
   }
 }
@@ -146,7 +131,7 @@ template <int kHeads, typename T>
 inline void accumulate_values(const float* probabilities, int64_t stride, const T* values, const T* next,
                               int64_t token_stride, int64_t first_slot, int64_t end_slot, int64_t head_dim,
                               float* acc) {
-  constexpr int kBlocks = kHeads == 1 ? 4 : (kHeads == 2 ? 2 : 1);
+  constexpr int kBlocks = (kHeads == 1 ? 2 : 1) * (kHeads <= 2 ? 2 : 1) * (kWideRegisters ? 4 : 1);
   int64_t d = 0;
   for (; d + kBlocks * 16 <= head_dim; d += kBlocks * 16) {
     accumulate_channels<kHeads, kBlocks>(probabilities, stride, values + d, next + d, token_stride,
@@ -171,9 +156,7 @@ template <typename T>
 inline void restore_channels(float* acc, int64_t head_dim) {
   if constexpr (!kEvenOddLanes<T>) return;
   for (int64_t d = 0; d + 16 <= head_dim; d += 16) {
-    const F32x16 x = restore_order<T>({load(acc + d), load(acc + d + kLanes)});
-    store(acc + d, x.lanes[0]);
-    store(acc + d + kLanes, x.lanes[1]);
+    store(acc + d, restore_order<T>(load16(acc + d)));
   }
 }
 

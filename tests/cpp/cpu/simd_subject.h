@@ -32,3 +32,6 @@ extern const testing::SimdSubject kSimdSubject;
 namespace tinyserve::cpu::avx512 {
 extern const testing::SimdSubject kSimdSubject;
 }
+namespace tinyserve::cpu::avx512vnni {
+extern const testing::SimdSubject kSimdSubject;
+}

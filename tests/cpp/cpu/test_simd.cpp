@@ -35,6 +35,7 @@ std::vector<Subject> subjects() {
 #if defined(__x86_64__)
     if (name == "avx2") found.push_back({name, &avx2::kSimdSubject});
     if (name == "avx512") found.push_back({name, &avx512::kSimdSubject});
+    if (name == "avx512vnni") found.push_back({name, &avx512vnni::kSimdSubject});
 #endif
   }
   return found;
