@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from tinyserve_ops import ops, serialization
+from tinyserve_ops import ops, policies, serialization
 from tinyserve_ops.batch_tables import BatchState, BatchTables
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.forward import ForwardBatch
+from tinyserve_ops.policies import Policy, SelectionPolicy
 from tinyserve_ops.pools import PagePool
 from tinyserve_ops.reserved import ReservedBatch
 from tinyserve_ops.sequences import SequenceRecord, give_back
@@ -46,6 +47,8 @@ class PagedKVCache:
         fingerprint: names the kind of model (weights are not looked at); an export is refused by a cache of
             another fingerprint.
         pool: share this pool with other caches instead of making one.
+        policy: which keys and values are left out, a `tinyserve_ops.policies.Policy` or its name; None is the
+            query-aware selection of the config.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, by name.
@@ -64,10 +67,22 @@ class PagedKVCache:
         layer_groups: Sequence[Sequence[int]] | None = None,
         fingerprint: str = "",
         pool: PagePool | None = None,
+        policy: Policy | str | None = None,
     ) -> None:
         self.config = SparseConfig() if config is None else config
         if not isinstance(self.config, SparseConfig):
             raise TypeError(f"config: expected a SparseConfig, got {type(config).__name__}")
+        self.policy = policies.resolve(policy)
+        # What the executor looks at: layers below this index read everything; and the selection that has to
+        # be asked stage by stage, None where the fused op or no selection does it.
+        self.dense_layers = self.config.dense_layers
+        self.staged_policy: SelectionPolicy | None = None
+        if self.policy is not None:
+            self.policy.check(self.config)
+            if self.policy.reads_all:
+                self.dense_layers = num_layers
+            elif isinstance(self.policy, SelectionPolicy) and not self.policy.fused:
+                self.staged_policy = self.policy
         if self.config.kv_dtype is not None:
             dtype = getattr(torch, self.config.kv_dtype)
         if pool is None:
@@ -148,6 +163,7 @@ class PagedKVCache:
             group.allocator.crop(sequence_id, length)
         self._note_changes(seq, record, -(-length // self.config.page_size))
         record.next_position = max(0, record.next_position - (present - length))
+        record.in_prompt = record.in_prompt or length == 0
 
     def reset(self, seq: int | None = None) -> None:
         """Empties one sequence, or all of them and the stats; pages and pins are given back.
@@ -195,6 +211,10 @@ class PagedKVCache:
     def next_position(self, seq: int) -> int:
         """Position (rotary or absolute) of the next token. Follows the length unless set apart from it."""
         return self._record(seq).next_position
+
+    def in_prompt(self, seq: int) -> bool:
+        """Whether the prompt of a sequence goes on: policies rule over the tokens after it."""
+        return self._record(seq).in_prompt
 
     def set_next_position(self, seq: int, position: int) -> None:
         """Sets it apart from the stored length: after padding that was not stored, eviction, pruning."""
@@ -266,14 +286,22 @@ class PagedKVCache:
         """The forward between `begin` and `commit`, if any."""
         return self._open
 
-    def begin(self, batch: Iterable[tuple[int, int]], *, dense: bool = False) -> ForwardBatch:
+    def begin(
+        self,
+        batch: Iterable[tuple[int, int]],
+        *,
+        dense: bool = False,
+        prompt_goes_on: Collection[int] = (),
+    ) -> ForwardBatch:
         """Starts a forward that appends `num_new` tokens to each `(seq, num_new)`; lengths change at its
         `commit`.
 
         Args:
             batch: each sequence at most once; 0 new tokens are allowed.
-            dense: no page selection in this forward, whatever the config says (verifying a draft of one
+            dense: no page selection in this forward, whatever config and policy say (verifying a draft of one
                 token).
+            prompt_goes_on: sequences of the batch whose prompt is not complete with this forward, so that a
+                policy sees one prompt in several pieces; else the first forward of a sequence is its prompt.
 
         Raises:
             OutOfPagesError: no lengths changed, no pages kept.
@@ -291,13 +319,18 @@ class PagedKVCache:
         for n in num_new:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ValueError(f"num_new: expected integers >= 0, got {n!r}")
+        for seq in prompt_goes_on:
+            if seq not in sequences or not self.in_prompt(seq):
+                raise ValueError(
+                    f"prompt_goes_on: expected sequences of the batch whose prompt has not ended, got {seq!r}"
+                )
         state = self._state_of(sequences, records)
         self.pool.forward_opened(id(self))
         try:
             self._reserve_pages(sequences, records, num_new)
             for tables in state.tables:
                 tables.refresh(num_new)
-            self._open = ForwardBatch(self, state, num_new, dense=dense)
+            self._open = ForwardBatch(self, state, num_new, dense=dense, prompt_goes_on=prompt_goes_on)
         except BaseException:
             self.pool.forward_closed(id(self))
             self._trim(sequences)
@@ -313,8 +346,8 @@ class PagedKVCache:
 
         Raises:
             OutOfPagesError: nothing changed.
-            ValueError: `max_tokens` is below a stored length, or `record_selection` is on (nothing is
-                recorded inside a graph).
+            ValueError: `max_tokens` is below a stored length, `record_selection` is on (nothing is recorded
+                inside a graph), or the policy is not one of those that a compiled step can honour.
         """
         self._close_open()
         sequences = tuple(seqs)
@@ -323,6 +356,10 @@ class PagedKVCache:
             raise ValueError(f"seqs: expected at least one sequence, each once, got {sequences}")
         if self.config.record_selection:
             raise ValueError("record_selection: expected False with reserved decoding, got True")
+        if self.policy is not None and not self.policy.reservable:
+            raise ValueError(
+                f"policy: expected None, full_cache or query_aware with reserved decoding, got {self.policy}"
+            )
         lengths = [self.length(seq) for seq in sequences]
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < max(lengths):
             raise ValueError(
@@ -361,6 +398,8 @@ class PagedKVCache:
             return
         for seq, n in zip(forward.sequences, forward.num_new, strict=True):
             self.advance(seq, n)
+            if n and seq not in forward.prompt_goes_on:
+                self._records[seq].in_prompt = False
 
     def advance(self, seq: int, num_new: int) -> None:
         """For forwards only: `num_new` reserved and written tokens become part of the sequence."""
@@ -457,25 +496,39 @@ class PagedKVCache:
         self._states.clear()
         self._finalizer()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
-        """A cache over the same pool with a copy-on-write fork of every sequence, under the same handles."""
+    def copy(self, *, config: SparseConfig | None = None, policy: Policy | str | None = None) -> PagedKVCache:
+        """A cache over the same pool with a copy-on-write fork of every sequence, under the same handles:
+        what was prefilled once can be decoded in several ways.
+
+        Args:
+            config: of the copy; default the same. Page size, scorer and element type must be the pool's.
+            policy: of the copy; default the same ("query_aware" names the one of a cache without policy).
+
+        Raises:
+            ValueError: they do not fit the pool, by name.
+        """
         self._close_open()
         for seq in self._records:
-            self._writable(seq, "deepcopy")
+            self._writable(seq, "copy")
         copy = PagedKVCache(
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
-            config=self.config,
+            config=self.config if config is None else config,
             dtype=self.dtype,
             device=self.device,
             fingerprint=self.fingerprint,
             pool=self.pool,
+            policy=self.policy if policy is None else policy,
         )
-        memo[id(self)] = copy
         for seq, record in self._records.items():
             copy._records[seq] = record.fork(self.pool)
         copy._next_handle = self._next_handle
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        """As `copy`, with the same config and policy."""
+        memo[id(self)] = copy = self.copy()
         return copy
 
     def __reduce__(self) -> Any:

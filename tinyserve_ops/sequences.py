@@ -15,10 +15,10 @@ class SequenceRecord:
 
     `ids` are the allocator's sequences, one per layer group; `versions` the page-table versions that the kept
     batch tables were last told about; `pins` the pages pinned, per group; `reserved` set while a compiled
-    step owns the sequence.
+    step owns the sequence; `in_prompt` until the forward that ends its prompt is committed.
     """
 
-    __slots__ = ("ids", "next_position", "pins", "reserved", "versions")
+    __slots__ = ("ids", "in_prompt", "next_position", "pins", "reserved", "versions")
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
@@ -26,6 +26,7 @@ class SequenceRecord:
         self.next_position = 0
         self.pins: list[list[list[int]]] = []
         self.reserved = False
+        self.in_prompt = True
 
     def fork(self, pool: PagePool) -> SequenceRecord:
         """A record of new sequences that share the committed pages of these."""
@@ -35,6 +36,7 @@ class SequenceRecord:
             group.allocator.trim(ids[-1])
         forked = SequenceRecord(ids)
         forked.next_position = self.next_position
+        forked.in_prompt = self.in_prompt
         return forked
 
     def pin(self, pool: PagePool) -> None:

@@ -26,8 +26,8 @@ class CacheStats:
     """Counters of one cache since its creation, `reset()` or `reset_stats()`.
 
     Attributes:
-        sparse_steps: single-token attention calls that went through page selection, one per layer and
-            sequence.
+        sparse_steps: attention calls that went through page selection, one per layer, sequence and token
+            (of forwards of several tokens only where a policy selects pages for each of them).
         dense_steps: single-token attention calls over all pages, one per layer and sequence.
         prefill_tokens: tokens appended by forwards of several tokens per sequence, counted once, not per
             layer.
@@ -102,9 +102,10 @@ class StatsRecorder:
         """Forgets everything."""
         self.sparse_steps = self.dense_steps = self.prefill_tokens = 0
         self._counts = dict.fromkeys(("visible", "scanned", "tokens", "kv_bytes", "summary_bytes"), 0)
-        # (pool, lengths, window, selected_pages or None, num_selected or None): None, None is a dense step.
+        # (pool, lengths, window, selected_pages or None, num_selected or None, summaries read): None, None is
+        # a dense step.
         self._pending: list[
-            tuple[LayerPool, tuple[int, ...], int, torch.Tensor | None, torch.Tensor | None]
+            tuple[LayerPool, tuple[int, ...], int, torch.Tensor | None, torch.Tensor | None, bool]
         ] = []
         # Running sums on their device, by bytes per token: pages read, and tokens in them before a window.
         self._sums: dict[tuple[int, torch.device], tuple[LayerPool, torch.Tensor, torch.Tensor]] = {}
@@ -123,11 +124,14 @@ class StatsRecorder:
         window: int,
         selected_pages: torch.Tensor,
         num_selected: torch.Tensor,
+        *,
+        scans_summaries: bool = True,
     ) -> None:
         """One sparse call: `selected_pages` [rows, heads, budget], `num_selected` [rows, heads]."""
         self.sparse_steps += len(lengths)
         pending = self._pending
-        pending.append((pool, lengths, window, selected_pages if window > 0 else None, num_selected))
+        masked = selected_pages if window > 0 else None
+        pending.append((pool, lengths, window, masked, num_selected, scans_summaries))
         last = self._last
         self._before[layer_idx] = last[layer_idx]
         last[layer_idx] = (sequences, selected_pages)
@@ -139,7 +143,7 @@ class StatsRecorder:
     def record_dense(self, pool: LayerPool, lengths: tuple[int, ...], window: int) -> None:
         """One single-token call over all pages."""
         self.dense_steps += len(lengths)
-        self._pending.append((pool, lengths, window, None, None))
+        self._pending.append((pool, lengths, window, None, None, False))
         if len(self._pending) >= _MAX_PENDING:
             self._fold()
 
@@ -197,7 +201,7 @@ class StatsRecorder:
         """Turns pending steps into sums: host arithmetic for lengths, one device sum for the lists."""
         memo: dict[tuple[int, int, int], _Visible] = {}
         lists: dict[tuple[int, torch.device], tuple[LayerPool, list[torch.Tensor], list[torch.Tensor]]] = {}
-        for pool, lengths, window, selected_pages, num_selected in self._pending:
+        for pool, lengths, window, selected_pages, num_selected, scans_summaries in self._pending:
             key = (id(lengths), pool.page_size, window)  # all layers of a step hand in the same tuple
             visible = memo.get(key)
             if visible is None:
@@ -205,7 +209,7 @@ class StatsRecorder:
             if num_selected is None:
                 self._count_tokens(pool, visible.tokens * pool.num_kv_heads)
                 continue
-            self._count_scan(pool, visible)
+            self._count_scan(pool, visible, scans_summaries)
             self._count_tokens(pool, -visible.missing_in_last * pool.num_kv_heads)
             same = lists.setdefault((pool.kv_bytes_per_token, num_selected.device), (pool, [], []))
             same[1].append(num_selected.reshape(-1))
@@ -221,8 +225,10 @@ class StatsRecorder:
                 pages, hidden = pages + pages_before, hidden + hidden_before
             self._sums[kind] = (pool, pages, hidden)
 
-    def _count_scan(self, pool: LayerPool, visible: _Visible) -> None:
+    def _count_scan(self, pool: LayerPool, visible: _Visible, scans_summaries: bool = True) -> None:
         self._counts["visible"] += visible.pages * pool.num_kv_heads
+        if not scans_summaries:
+            return
         self._counts["scanned"] += visible.sealed_pages * pool.num_kv_heads
         self._counts["summary_bytes"] += visible.sealed_pages * pool.num_kv_heads * pool.summary_bytes
 

@@ -9,7 +9,6 @@ last one, so a forward that raises leaves everything as it was.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from tinyserve_ops import policies
 from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
@@ -32,6 +32,7 @@ from tinyserve_ops.hf.support import (
     takes_argument,
     unwrap_model,
 )
+from tinyserve_ops.policies import Policy
 from tinyserve_ops.reserved import ReservedBatch
 from tinyserve_ops.stats import CacheStats
 
@@ -76,17 +77,24 @@ class TinyServeCache(LinkedCache):
         sparse: how decode steps choose pages; default `SparseConfig()`.
         max_tokens: capacity of the pool, summed over rows; default rows x the model's positions (the pool
             grows when needed).
+        policy: as for `PagedKVCache`.
     """
 
     def __init__(
-        self, config: Any, sparse: SparseConfig | None = None, *, max_tokens: int | None = None
+        self,
+        config: Any,
+        sparse: SparseConfig | None = None,
+        *,
+        max_tokens: int | None = None,
+        policy: Policy | str | None = None,
     ) -> None:
-        self.config = config.get_text_config(decoder=True)  # the very object the attention modules look at
-        self.sparse = sparse if sparse is not None else SparseConfig()
-        self.num_layers = int(self.config.num_hidden_layers)
-        self._max_tokens = max_tokens
         self._on_delete: Callable[[CacheStats], None] | None = None
         self._kv: PagedKVCache | None = None
+        self.config = config.get_text_config(decoder=True)  # the very object the attention modules look at
+        self.sparse = sparse if sparse is not None else SparseConfig()
+        self.policy = policies.resolve(policy)
+        self.num_layers = int(self.config.num_hidden_layers)
+        self._max_tokens = max_tokens
         self._seqs: list[int] = []
         self._pads = PadRuns(0)
         self._forward: _Forward | None = None
@@ -289,16 +297,31 @@ class TinyServeCache(LinkedCache):
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.dense(layer_idx)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TinyServeCache:
-        """A copy-on-write copy: pages are shared until either side writes to them."""
+    def copy(
+        self, *, sparse: SparseConfig | None = None, policy: Policy | str | None = None
+    ) -> TinyServeCache:
+        """A copy-on-write copy: pages are shared until either side writes to them.
+
+        Args:
+            sparse, policy: of the copy, as for `PagedKVCache.copy`; default the same.
+        """
         self._suspend()
-        new = TinyServeCache(self.config, self.sparse, max_tokens=self._max_tokens)
-        memo[id(self)] = new
+        new = TinyServeCache(
+            self.config,
+            self.sparse if sparse is None else sparse,
+            max_tokens=self._max_tokens,
+            policy=self.policy if policy is None else policy,
+        )
         if self._kv is not None:
-            new._kv = copy.deepcopy(self._kv, memo)
+            new._kv = self._kv.copy(config=new.sparse, policy=new.policy)
         new._seqs, new._pads, new._reserve_tokens = list(self._seqs), self._pads.copy(), self._reserve_tokens
         self._resume()
         new._resume()
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TinyServeCache:
+        """As `copy`, with the same config and policy."""
+        memo[id(self)] = new = self.copy()
         return new
 
     def __del__(self) -> None:
@@ -590,6 +613,7 @@ class TinyServeCache(LinkedCache):
             device=key.device,
             max_tokens=max_tokens,
             fingerprint=fingerprint(self.config),
+            policy=self.policy,
         )
 
     def _update_for_other_attention(
