@@ -2,8 +2,9 @@
 
 The only place that decides which op serves a row: rows with one new token go to `sparse_decode`, or to
 `attend_pages` in dense layers; rows with several go to `prefill_attention`; rows that a selection policy
-rules over go to `attend_pages` with the lists it chose, a list for each token. The plan (which rows, which
-slices) is made once per forward. Until `commit` the cache's lengths are those from before, so a forward that
+rules over go to `attend_pages` with the lists it chose, a list for each token. An eviction policy sees the
+tokens of each layer after they were attended. The plan (which rows, which slices) is made once per forward.
+Until `commit` the cache's lengths are those from before, so a forward that
 fails half-way leaves nothing to undo.
 """
 
@@ -20,12 +21,14 @@ import torch
 from tinyserve_ops import ops
 from tinyserve_ops.batch_parts import BatchPart, Rows, TokenPart
 from tinyserve_ops.config import SparseConfig
+from tinyserve_ops.eviction import EvictionRun
 from tinyserve_ops.layer_pool import LayerPool
 from tinyserve_ops.policies.base import TokenRows
 
 if TYPE_CHECKING:
     from tinyserve_ops.batch_tables import BatchState
     from tinyserve_ops.cache import PagedKVCache
+    from tinyserve_ops.sequences import SequenceRecord
 
 __all__ = ["ForwardBatch", "append_tokens", "attend_decode"]
 
@@ -145,6 +148,7 @@ class ForwardBatch:
         cache: PagedKVCache,
         state: BatchState,
         num_new: list[int],
+        records: list[SequenceRecord],
         *,
         dense: bool,
         prompt_goes_on: Collection[int] = (),
@@ -157,8 +161,8 @@ class ForwardBatch:
         self._stats = cache.recorder
         self._layers = cache.pool.layers
         self._group_of = cache.group_of_layer
-        self._dense_layers = cache.num_layers if dense else cache.dense_layers
-        self._policy = None if dense else cache.staged_policy
+        self._dense_layers = cache.num_layers if dense else cache.plan.dense_layers
+        self._policy = None if dense else cache.plan.selection
         self.sequences = state.sequences
         self.num_new = tuple(num_new)
         self.num_tokens = sum(num_new)
@@ -175,7 +179,14 @@ class ForwardBatch:
         if self.is_decode and self._policy is None:
             self._parts = [(BatchPart(self, list(range(batch)), True), _DECODE)]
         else:
-            self._parts = self._split([cache.in_prompt(seq) for seq in self.sequences])
+            self._parts = self._split([record.in_prompt for record in records])
+        # None where no policy wants to see these tokens. A window counts stored tokens, so it means nothing
+        # where some are gone.
+        self.eviction: EvictionRun | None = None
+        self._refuses_window = any(record.frontier for record in records)
+        if cache.plan.eviction is not None:
+            self._refuses_window = True
+            self.eviction = EvictionRun(cache, cache.plan.eviction, self, records) or None
 
     def _split(self, in_prompt: list[bool]) -> list[tuple[BatchPart, _Kind]]:
         """The parts that have tokens."""
@@ -263,6 +274,10 @@ class ForwardBatch:
             )
         if not 0 <= layer_idx < len(self._attended):
             raise ValueError(f"layer_idx: expected 0 to {len(self._attended) - 1}, got {layer_idx}")
+        if self._refuses_window and window > 0:
+            raise ValueError(
+                f"window: expected -1 where tokens are evicted, got a sliding window of {window}"
+            )
         group = self._group_of[layer_idx]
         tables = self._state.tables[group]
         pool = self._layers[layer_idx]
@@ -309,6 +324,8 @@ class ForwardBatch:
                 if out is None:
                     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
                 out[part.tokens] = part_out
+        if self.eviction is not None and out is not None:
+            self.eviction.observe(layer_idx, group, self, tables, q, out, sm_scale)
         self._attended[layer_idx] = 1
         return torch.empty_like(q) if out is None else out
 
@@ -380,15 +397,17 @@ class ForwardBatch:
 
         Raises:
             RuntimeError: the forward is not open, or a layer is missing.
+            OutOfPagesError: the policy evicts tokens, and there are no pages for those that stay; the forward
+                has not happened.
         """
         cache = self._open_cache("commit")
         if not allow_missing_layers and self.num_tokens and not all(self._attended):
             missing = [layer for layer, done in enumerate(self._attended) if not done]
             raise RuntimeError(f"commit: expected every layer to have attended, got none of layers {missing}")
-        if any(self._attended):
-            self._stats.prefill_tokens += sum(n for n in self.num_new if n > 1)
         self._cache = None
         cache.finish_forward(self, committed=True)
+        if any(self._attended):
+            self._stats.prefill_tokens += sum(n for n in self.num_new if n > 1)
 
     def abandon(self) -> None:
         """Closes the forward and gives its pages back; nothing advances. No-op when closed."""

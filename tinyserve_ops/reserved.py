@@ -47,7 +47,7 @@ class ReservedBatch:
         self.max_tokens = max_tokens
         self._cache = cache
         self._config = cache.config
-        self._dense_layers = cache.dense_layers
+        self._dense_layers = cache.plan.dense_layers
         self._layers = cache.pool.layers
         self._page_tables = [tables[group].page_table for group in cache.group_of_layer]  # by layer
         self._start_lengths = list(tables[0].lengths)  # committed, as of the last sync

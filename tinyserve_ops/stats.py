@@ -40,6 +40,8 @@ class CacheStats:
         kv_bytes_held: bytes of the pages in use now, over the whole pool (K, V, scales, summaries).
         kv_bytes_reserved: bytes of the pool in virtual memory.
         pool_growths: times a layer group was reallocated to hold more pages.
+        tokens_evicted: tokens that a policy or `keep_tokens` has removed, each counted for every layer and kv
+            head that lost it.
         reuse_rate: fraction of the pages read in the last sparse step that the step before had read, mean
             over layers; None before two steps of the same sequences.
         selection_engaged: a sparse step left at least one visible page out.
@@ -57,6 +59,7 @@ class CacheStats:
     kv_bytes_held: int
     kv_bytes_reserved: int
     pool_growths: int
+    tokens_evicted: int
     reuse_rate: float | None
     selection_engaged: bool
 
@@ -100,7 +103,7 @@ class StatsRecorder:
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.sparse_steps = self.dense_steps = self.prefill_tokens = 0
+        self.sparse_steps = self.dense_steps = self.prefill_tokens = self.tokens_evicted = 0
         self._counts = dict.fromkeys(("visible", "scanned", "tokens", "kv_bytes", "summary_bytes"), 0)
         # (pool, lengths, window, selected_pages or None, num_selected or None, summaries read): None, None is
         # a dense step.
@@ -193,6 +196,7 @@ class StatsRecorder:
             kv_bytes_held=kv_bytes_held,
             kv_bytes_reserved=kv_bytes_reserved,
             pool_growths=pool_growths,
+            tokens_evicted=self.tokens_evicted,
             reuse_rate=self._reuse_rate(),
             selection_engaged=self._pages_read < counts["visible"],
         )

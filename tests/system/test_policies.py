@@ -7,51 +7,20 @@ import json
 
 import pytest
 import torch
-from dense_mirror import (
-    HEAD_DIM,
-    NUM_HEADS,
-    NUM_KV_HEADS,
-    NUM_LAYERS,
-    SM_SCALE,
-    DenseMirror,
-    new_cache,
-    oracle,
-)
+from dense_mirror import NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, SM_SCALE, DenseMirror, new_cache, oracle
+from policy_cases import PER_TOKEN, POLICIES, WINDOWED, feed, make_inputs, over
 
 from tinyserve_ops import SparseConfig, ops, policies
 from tinyserve_ops.policies import Oracle, Policy, QueryAware, StreamingLLM
 
-SMALL = SparseConfig(page_size=4, token_budget=24, dense_layers=1)
-PER_TOKEN = ("full_cache", "oracle", "streaming_llm")
+SMALL = SparseConfig(page_size=4, token_budget=24, dense_layers=1, scorer="low_rank")
+every_policy = over(POLICIES)
 
 
 class StagedQueryAware(QueryAware):
     """Query-aware selection that the executor may not fuse."""
 
     fused = False
-
-
-Inputs = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-def make_inputs(num_tokens: int, seed: int) -> Inputs:
-    """q, k, v of each layer."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        tuple(torch.randn(num_tokens, n, HEAD_DIM, generator=generator) for n in (NUM_HEADS, 2, 2))
-        for _ in range(NUM_LAYERS)
-    ]
-
-
-def feed(cache, rows: list[tuple[int, Inputs, slice]], window: int = -1, **options) -> list[torch.Tensor]:
-    """One committed forward of (sequence, its inputs, which of them); the outputs of each layer."""
-    forward = cache.begin([(seq, len(inputs[0][0][part])) for seq, inputs, part in rows], **options)
-    outs = []
-    for layer in range(NUM_LAYERS):
-        q, k, v = (torch.cat([inputs[layer][i][part] for _, inputs, part in rows]) for i in range(3))
-        outs.append(forward.attend(layer, q, k, v, SM_SCALE, window))
-    forward.commit()
-    return outs
 
 
 def run(policy: Policy | str | None, prompt: int, pieces: list[int], *, config=SMALL, window=-1, **options):
@@ -115,11 +84,18 @@ def test_a_class_of_ones_own_is_registered_once():
 # Every policy -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", policies.names())
-@pytest.mark.parametrize("window", [-1, 9])
-def test_a_budget_above_the_length_equals_full_attention(name, window):
-    big = SparseConfig(page_size=4, token_budget=4096, dense_layers=0)
-    mirror = DenseMirror(new_cache(config=big, policy=name))
+BIG = SMALL.replace(token_budget=4096, dense_layers=0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "window"),
+    [(policy, -1) for policy in POLICIES] + [(policy, 9) for policy in WINDOWED],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_budget_above_the_length_equals_full_attention(policy, window):
+    if policy.name == "soft_prune":
+        policy = policies.get("soft_prune", threshold=0)
+    mirror = DenseMirror(new_cache(config=BIG, policy=policy))
     seqs = [mirror.new(30), mirror.new(3), mirror.new(1)]
     for counts in ((1, 1, 1), (1, 5, 2), (7, 1, 0), (1, 1, 1)):
         mirror.step(list(zip(seqs, counts, strict=True)), window=window)
@@ -127,30 +103,43 @@ def test_a_budget_above_the_length_equals_full_attention(name, window):
         mirror.assert_contents(seq)
 
 
-@pytest.mark.parametrize("name", policies.names())
-def test_a_budget_above_the_length_equals_full_attention_bit_for_bit_in_single_steps(name):
-    big = SparseConfig(page_size=4, token_budget=4096, dense_layers=0)
-    expected, _ = run("full_cache", 30, [1] * 6, config=big)
-    got, _ = run(name, 30, [1] * 6, config=big)
+@every_policy
+def test_a_budget_above_the_length_equals_full_attention_bit_for_bit_in_single_steps(policy):
+    if policy.name == "soft_prune":
+        policy = policies.get("soft_prune", threshold=0)
+    expected, _ = run("full_cache", 30, [1] * 6, config=BIG)
+    got, _ = run(policy, 30, [1] * 6, config=BIG)
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", PER_TOKEN)
+@pytest.mark.parametrize(
+    ("policy", "window"),
+    [(policy, -1) for policy in PER_TOKEN] + [(policy, 13) for policy in PER_TOKEN if policy in WINDOWED],
+    ids=lambda value: getattr(value, "name", value),
+)
 @pytest.mark.parametrize("config", [SMALL, SMALL.replace(keep_ratio=0.3)], ids=["budget", "ratio"])
-@pytest.mark.parametrize("window", [-1, 13])
-def test_how_tokens_are_cut_into_forwards_changes_nothing(name, config, window):
-    single, cache = run(name, 37, [1] * 40, config=config, window=window)
+def test_how_tokens_are_cut_into_forwards_changes_nothing(policy, config, window):
+    single, cache = run(policy, 37, [1] * 40, config=config, window=window)
     for pieces in ([13, 27], [16, 16, 8], [40], [1, 39]):
-        got, other = run(name, 37, pieces, config=config, window=window)
+        got, other = run(policy, 37, pieces, config=config, window=window)
         torch.testing.assert_close(got, single, rtol=1e-5, atol=1e-5)
-        assert other.length(0) == cache.length(0) == 77
-        assert other.next_position(0) == 77
+        assert other.next_position(0) == other.num_tokens(0) == 77
+        for layer in range(NUM_LAYERS):
+            assert torch.equal(other.kept_tokens(layer, 0), cache.kept_tokens(layer, 0))
 
 
-@pytest.mark.parametrize("name", policies.names())
-def test_a_prompt_in_pieces_is_the_same_prompt(name):
+@every_policy
+def test_a_small_budget_leaves_something_out(policy):
+    _, cache = run(policy, 90, [1] * 4)
+    stats = cache.stats()
+    left_out = stats.pages_read < stats.pages_visible or stats.tokens_evicted
+    assert bool(left_out) == (policy.name != "full_cache")
+
+
+@every_policy
+def test_a_prompt_in_pieces_is_the_same_prompt(policy):
     inputs = make_inputs(50, seed=3)
-    whole, cut = (new_cache(config=SMALL, policy=name) for _ in range(2))
+    whole, cut = (new_cache(config=SMALL, policy=policy) for _ in range(2))
     for cache in (whole, cut):
         cache.new_sequence()
     feed(whole, [(0, inputs, slice(0, 40))])
@@ -162,13 +151,13 @@ def test_a_prompt_in_pieces_is_the_same_prompt(name):
         torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", policies.names())
-def test_a_row_of_a_batch_equals_the_row_alone(name):
+@every_policy
+def test_a_row_of_a_batch_equals_the_row_alone(policy):
     config = SMALL.replace(keep_ratio=0.4)
     lengths, pieces = (37, 6, 61), ((1, 1, 1), (3, 1, 0), (1, 6, 2), (1, 1, 1))
     inputs = [make_inputs(100, seed=row) for row in range(3)]
-    together = new_cache(config=config, policy=name)
-    alone = [new_cache(config=config, policy=name) for _ in range(3)]
+    together = new_cache(config=config, policy=policy)
+    alone = [new_cache(config=config, policy=policy) for _ in range(3)]
     for cache in (*[together] * 3, *alone):
         cache.new_sequence()
     done = [0, 0, 0]
@@ -186,10 +175,10 @@ def test_a_row_of_a_batch_equals_the_row_alone(name):
     together.check()
 
 
-@pytest.mark.parametrize("name", policies.names())
-def test_a_fork_and_a_deepcopy_go_on_like_their_source(name):
+@every_policy
+def test_a_fork_and_a_deepcopy_go_on_like_their_source(policy):
     inputs = make_inputs(60, seed=11)
-    cache = new_cache(config=SMALL, policy=name)
+    cache = new_cache(config=SMALL, policy=policy)
     seq = cache.new_sequence()
     feed(cache, [(seq, inputs, slice(0, 40))])
     feed(cache, [(seq, inputs, slice(40, 41))])
@@ -213,11 +202,11 @@ def test_one_prefill_is_decoded_under_several_policies_by_copies():
     shared = new_cache(config=SMALL, policy="full_cache")
     shared.new_sequence()
     feed(shared, [(0, inputs, slice(0, 50))])
-    for name in PER_TOKEN:
-        own, _ = new_cache(config=SMALL, policy=name), None
+    for policy in WINDOWED:
+        own = new_cache(config=SMALL, policy=policy)
         own.new_sequence()
         feed(own, [(0, inputs, slice(0, 50))])
-        copied = shared.copy(policy=name)
+        copied = shared.copy(policy=policy)
         assert copied.pool is shared.pool
         for token in range(50, 60):
             outs = [feed(cache, [(0, inputs, slice(token, token + 1))]) for cache in (own, copied)]
@@ -226,12 +215,12 @@ def test_one_prefill_is_decoded_under_several_policies_by_copies():
     smaller = shared.copy(config=SMALL.replace(token_budget=12), policy="query_aware")
     assert smaller.config.token_budget == 12
     with pytest.raises(ValueError, match=r"config\.page_size: expected 4"):
-        shared.copy(config=SparseConfig(page_size=8))
+        shared.copy(config=SMALL.replace(page_size=8))
 
 
-@pytest.mark.parametrize("name", sorted(set(policies.names()) - {"full_cache", "query_aware"}))
-def test_reserved_decoding_refuses_what_a_compiled_step_can_not_honour(name):
-    cache = new_cache(config=SMALL, policy=name)
+@over([policy for policy in POLICIES if not policy.reservable])
+def test_reserved_decoding_refuses_what_a_compiled_step_can_not_honour(policy):
+    cache = new_cache(config=SMALL, policy=policy)
     seq = cache.new_sequence()
     with pytest.raises(ValueError, match="policy: expected None, full_cache or query_aware with reserved"):
         cache.reserve([seq], 32)

@@ -242,14 +242,25 @@ def _prepare_cache(
         ):
             check_positions(self.config, int(mask.sum(dim=1).max()), num_new=mask.size(1))
         name = cache_argument(self)
+        given = model_kwargs.get(name)
         if (
-            model_kwargs.get(name) is None
+            given is None
             and generation_config.use_cache is not False
             and generation_config.cache_implementation in _DEFAULT_CACHES
         ):
-            model_kwargs[name] = handle.new_cache()
+            given = model_kwargs[name] = handle.new_cache()
+            _announce_prompt(given, mask, generation_config)
             return None
+        if isinstance(given, TinyServeCache):
+            _announce_prompt(given, mask, generation_config)
     return original(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _announce_prompt(cache: TinyServeCache, mask: torch.Tensor | None, generation_config: Any) -> None:
+    """Tells an empty cache that its prompt will come in pieces."""
+    chunked = getattr(generation_config, "prefill_chunk_size", None) is not None
+    if chunked and mask is not None and mask.dim() == 2 and not cache.sequences:
+        cache.prompt_length = mask.size(1)
 
 
 # The check of positions -------------------------------------------------------------------------------------

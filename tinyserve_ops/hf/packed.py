@@ -39,13 +39,14 @@ def new_paged_cache(
     *,
     max_tokens: int | None = None,
     policy: Policy | str | None = None,
+    layer_groups: Sequence[Sequence[int]] | None = None,
 ) -> PagedKVCache:
     """A `PagedKVCache` of the shape, dtype and device of `model`.
 
     Args:
         sparse: how decode steps choose pages; default `SparseConfig()`.
         max_tokens: capacity, summed over sequences; default the model's positions.
-        policy: as for `PagedKVCache`.
+        policy, layer_groups: as for `PagedKVCache`.
     """
     inner = unwrap_model(model)
     config = inner.config.get_text_config(decoder=True)
@@ -60,6 +61,7 @@ def new_paged_cache(
         max_tokens=max_tokens if max_tokens is not None else max_positions(config),
         fingerprint=fingerprint(config),
         policy=policy,
+        layer_groups=layer_groups,
     )
 
 

@@ -43,6 +43,13 @@ class Policy:
     def check(self, config: SparseConfig) -> None:
         """Raises ValueError, by name, where the config of a cache does not go with this policy."""
 
+    def check_reservable(self) -> None:
+        """Raises ValueError where reserved decoding can't honour this policy."""
+        if not self.reservable:
+            raise ValueError(
+                f"policy: expected None, full_cache or query_aware with reserved decoding, got {self}"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """`name` and the fields; accepted by `policies.from_dict`."""
         return {"name": self.name, **dataclasses.asdict(self)}
