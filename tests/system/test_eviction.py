@@ -290,7 +290,8 @@ def test_snapkv_keeps_what_the_last_queries_look_at(kernel, pooling, cuts):
 def test_short_prompts_are_kept_whole(length):
     for policy in (SnapKV(window=7), PyramidKV(window=7, token_budget=24), H2O()):
         cache = prefill(policy, make_inputs(length, seed=4))
-        assert cache.length(0) == min(length, 24)
+        stored = [cache.length(0, group) for group in range(len(cache.layer_groups))]
+        assert sum(stored) == min(length, 24) * len(stored)
         for token in range(3):
             feed(cache, [(0, make_inputs(3, seed=5), slice(token, token + 1))])
         assert cache.num_tokens(0) == length + 3
@@ -308,19 +309,23 @@ def test_the_observation_window_is_kept_where_a_ratio_is_less():
 
 
 @pytest.mark.parametrize(
-    ("length", "budget", "beta", "expected"),
+    ("rule", "length", "budget", "beta", "expected"),
     [
-        # 12 layers; from 2b - b/beta down to b/beta.
-        (4000, 512, 20, [998, 910, 822, 733, 645, 556, 468, 379, 291, 202, 114, 26]),
+        # 12 layers; with e = 512 - 8, from 2e - e/beta down to e/beta, beside the window of 8.
+        ("paper", 4000, 512, 20, [991, 904, 817, 730, 643, 556, 468, 381, 294, 207, 120, 33]),
+        ("paper", 4000, 28, 20, [47, 44, 40, 37, 33, 30, 26, 23, 19, 16, 12, 9]),
         # The first layer can't keep more than lies before the window.
-        (1000, 600, 20, [992, 921, 849, 778, 707, 636, 564, 493, 422, 351, 279, 208]),
-        (1000, 600, 1, [600] * 12),
-        (4000, 100, 20, [100] * 12),  # the last layer would keep less than the window
-        (90, 100, 20, [100] * 12),
+        ("paper", 1000, 600, 20, [1000, 927, 855, 782, 709, 636, 564, 491, 418, 345, 273, 200]),
+        ("paper", 1000, 600, 1, [600] * 12),
+        # The window within the pyramid: from 2b - b/beta down to b/beta.
+        ("kvpress", 4000, 512, 20, [998, 910, 822, 733, 645, 556, 468, 379, 291, 202, 114, 26]),
+        ("kvpress", 1000, 600, 20, [992, 921, 849, 778, 707, 636, 564, 493, 422, 351, 279, 208]),
+        ("kvpress", 1000, 600, 1, [600] * 12),
+        ("kvpress", 4000, 100, 20, [100] * 12),  # the last layer would keep less than the window
     ],
 )
-def test_pyramidkv_budgets_fall_linearly_and_add_up_to_snapkvs(length, budget, beta, expected):
-    policy = PyramidKV(window=8, beta=beta, token_budget=budget)
+def test_pyramidkv_budgets_fall_linearly_and_add_up_to_snapkvs(rule, length, budget, beta, expected):
+    policy = PyramidKV(window=8, beta=beta, token_budget=budget, rule=rule)
     config = SparseConfig(dense_layers=2)
     got = [policy.budget(config, layer, 14, length) for layer in range(2, 14)]
     assert got == expected
@@ -328,11 +333,13 @@ def test_pyramidkv_budgets_fall_linearly_and_add_up_to_snapkvs(length, budget, b
     assert policy.layer_groups(14, config) == [[0, 1], *([layer] for layer in range(2, 14))]
     assert policy.layer_groups(2, SparseConfig(dense_layers=0)) == [[0], [1]]
     assert policy.layer_groups(2, config) == [[0, 1]]
+    short = [policy.budget(config, layer, 14, budget) for layer in range(2, 14)]
+    assert all(kept >= budget for kept in short)  # a prompt within the budget is kept whole
 
 
 def test_pyramidkv_keeps_snapkvs_best_in_every_layer():
     inputs = make_inputs(120, seed=4)
-    cache = prefill(PyramidKV(window=4, beta=3, kernel_size=3), inputs)
+    cache = prefill(PyramidKV(window=4, beta=5, kernel_size=3), inputs)
     assert [cache.length(0, group) for group in range(3)] == [40, 24, 8]
     for layer, (q, k, _) in enumerate(inputs):
         expected = snapkv_kept(q, k, 4, 3, "avg", (40, 24, 8)[layer])

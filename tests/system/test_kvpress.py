@@ -74,7 +74,7 @@ def test_pyramidkv_agrees(family, window, beta, budget, seed):
     press = kvpress.PyramidKVPress(
         compression_ratio=1 - budget / LENGTH, window_size=window, kernel_size=5, beta=beta
     )
-    policy = PyramidKV(window=window, kernel_size=5, beta=beta, token_budget=budget)
+    policy = PyramidKV(window=window, kernel_size=5, beta=beta, token_budget=budget, rule="kvpress")
     expected = kept_by_kvpress(model, ids, press)
     got = kept_by_us(model, ids, policy)
     assert [x.size(1) for x in got] == [x.size(1) for x in expected]
