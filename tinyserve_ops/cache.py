@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tinyserve_ops import ops, serialization
+from tinyserve_ops import ops, repaging, serialization
 from tinyserve_ops.batch_tables import BatchState, BatchTables
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.forward import ForwardBatch
@@ -125,6 +125,23 @@ class PagedKVCache:
     def fork(self, seq: int) -> int:
         """Handle of a new sequence with the same tokens: shares all pages, copies one when it is written."""
         return self._add(self._settle(seq, "fork").fork(self.pool))
+
+    def adopt(self, source: PagedKVCache, seq: int) -> int:
+        """Handle of a new sequence here with the committed tokens of `seq`, a sequence of the cache `source`.
+
+        Over one pool the two share all pages, as after `fork`. Otherwise keys and values are copied into
+        pages of this cache, which may have another size, scorer, element type or other layer groups; int8
+        pages round what comes from float ones.
+
+        Raises:
+            ValueError: `source` has another shape, or was made for another kind of model.
+            OutOfPagesError: nothing changed.
+        """
+        self._check_not_closed("adopt")
+        record = source._settle(seq, "adopt")
+        if source.pool is self.pool:
+            return self._add(record.fork(self.pool))
+        return repaging.copy_sequence(source, seq, self)
 
     def free(self, seq: int) -> None:
         """Ends a sequence; its pages go back to the pool (pinned ones are unpinned)."""

@@ -83,8 +83,8 @@ class Task(Protocol):
     metric: str
 
     def samples(self, tokenizer: Any, *, num_samples: int, num_tokens: int, seed: int) -> Iterator[Sample]:
-        """Yields up to `num_samples` samples of at most `num_tokens` tokens, new ones included; the same
-        arguments give the same samples.
+        """Yields up to `num_samples` samples with prompts of at most `num_tokens` tokens; the same arguments
+        give the same samples.
         """
         ...
 
