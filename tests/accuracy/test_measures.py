@@ -1,0 +1,125 @@
+"""Recall, hit rate and reuse against attention probabilities that transformers itself computed."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lab import NUM_LAYERS, SMALL, NumberTokenizer, ScoreTask, only_sample, tiny_model
+
+from tinyserve.eval.measures import StepMeasures, mass_of_best, mean_measures
+from tinyserve.eval.methods import Method
+from tinyserve.eval.runner import MethodRun, Runner
+
+PAGE = SMALL.page_size
+# Only the last layer selects, so its first query is the one of dense attention.
+LAST_LAYER = Method(config=SMALL.replace(dense_layers=NUM_LAYERS - 1))
+NUM_TOKENS = 120
+
+
+def run_of(method: Method, measured_steps: int = 64) -> MethodRun:
+    with Runner(tiny_model(), NumberTokenizer(), measured_steps=measured_steps) as runner:
+        (run,) = runner.run(only_sample(ScoreTask(), NUM_TOKENS), [method])
+    assert isinstance(run, MethodRun)
+    return run
+
+
+def true_page_mass() -> np.ndarray:
+    """Mass of every page for the first step's token in the last layer, [num_kv_heads, pages]."""
+    model = tiny_model(attn_implementation="eager")
+    ids = only_sample(ScoreTask(), NUM_TOKENS).prompt_ids
+    with torch.no_grad():
+        attentions = model(torch.tensor([ids]), output_attentions=True).attentions[-1]
+    mass = attentions[0, :, -1].double().unflatten(1, (-1, PAGE)).sum(2)  # [num_heads, pages]
+    return mass.unflatten(0, (2, 2)).mean(1).numpy()
+
+
+def test_recall_and_hit_rate_agree_with_the_attention_of_the_unpatched_model() -> None:
+    run = run_of(LAST_LAYER)
+    mass = true_page_mass()
+    recall, ceiling, hits = [], [], []
+    for head, pages in enumerate(run.selections[0][NUM_LAYERS - 1][0].tolist()):
+        selected = {page for page in pages if page >= 0}
+        best = set(np.argsort(-mass[head])[: len(selected)].tolist())
+        recall.append(sum(mass[head][page] for page in selected))
+        ceiling.append(sum(mass[head][page] for page in best))
+        hits.append(len(best & selected) / len(selected))
+    assert run.steps[0].recall == pytest.approx(np.mean(recall), abs=1e-5)
+    assert run.steps[0].oracle_recall == pytest.approx(np.mean(ceiling), abs=1e-5)
+    assert run.steps[0].hit_rate == pytest.approx(np.mean(hits))
+    assert 0.1 < np.mean(recall) < np.mean(ceiling) < 0.999
+
+
+def test_reuse_compares_with_the_step_before_of_the_same_text() -> None:
+    run = run_of(LAST_LAYER)
+    lists = [step[NUM_LAYERS - 1][0].tolist() for step in run.selections]
+    assert run.steps[0].reuse_rate is None
+    assert run.steps[1].reuse_rate is None  # the first token of a continuation: another sequence
+    for before, now, measured in zip(lists[1:], lists[2:], run.steps[2:], strict=False):
+        shares = [len(set(a) & set(b) - {-1}) / len(set(b) - {-1}) for a, b in zip(before, now, strict=True)]
+        assert measured.reuse_rate == pytest.approx(np.mean(shares))
+
+
+def test_bytes_and_tokens_are_those_of_the_pages_that_were_read() -> None:
+    run = run_of(LAST_LAYER)
+    for step, (measured, selection) in enumerate(zip(run.steps, run.selections, strict=True)):
+        length = NUM_TOKENS + step  # the newest token included
+        missing = -length % PAGE
+        selected = [
+            len(set(pages) - {-1}) * PAGE - missing for pages in selection[NUM_LAYERS - 1][0].tolist()
+        ]
+        tokens = 2 * (NUM_LAYERS - 1) * length + sum(selected)
+        assert measured.tokens_attended == pytest.approx(tokens / (2 * NUM_LAYERS))
+        assert measured.kv_bytes == tokens * 2 * 16 * 4
+        assert measured.summary_bytes == 2 * (length // PAGE) * 48
+
+
+def test_only_the_first_steps_are_measured_and_measuring_changes_no_output() -> None:
+    none, few, all_steps = (run_of(LAST_LAYER, measured_steps=steps) for steps in (0, 3, 64))
+    assert (len(none.steps), len(few.steps), len(all_steps.steps)) == (0, 3, all_steps.scored_tokens)
+    assert none.output == few.output == all_steps.output
+    assert few.steps == all_steps.steps[:3]
+    assert none.selections == []
+
+
+def test_no_selection_keeps_more_mass_than_the_best_pages() -> None:
+    for budget in (24, 48, 96):
+        for config in (SMALL, SMALL.replace(scorer="mean"), SMALL.replace(scorer="low_rank")):
+            run = run_of(Method(config=config.replace(token_budget=budget)))
+            for step in run.steps:
+                assert step.recall is not None
+                assert step.oracle_recall is not None
+                assert step.recall <= step.oracle_recall + 1e-6
+                assert step.oracle_recall <= 1 + 1e-5
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda pages: st.tuples(
+            st.lists(st.floats(0, 1, width=32), min_size=pages, max_size=pages), st.integers(1, pages)
+        )
+    )
+)
+def test_the_best_pages_hold_at_least_the_mass_of_any_others(case: tuple[list[float], int]) -> None:
+    values, count = case
+    mass = torch.tensor([values])
+    most, is_best = mass_of_best(mass, torch.tensor([count]))
+    expected = max(sum(chosen) for chosen in itertools.combinations(values, count))
+    assert float(most) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert int(is_best.sum()) == count
+    assert float((mass * is_best).sum()) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_means_leave_out_steps_without_a_value() -> None:
+    first = StepMeasures(0.5, 0.8, 0.25, None, 10.0, 100, 7)
+    second = StepMeasures(0.7, 1.0, 0.75, 0.5, 20.0, 300, 9)
+    means = mean_measures([first, second])
+    assert means["recall"] == pytest.approx(0.6)
+    assert means["reuse_rate"] == 0.5
+    assert means["kv_bytes"] == 200
+    assert means["recall_of_oracle"] == pytest.approx(0.6 / 0.9)
+    assert set(mean_measures([]).values()) == {None}
