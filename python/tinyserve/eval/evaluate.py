@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -51,6 +52,7 @@ def evaluate(
     num_samples: int,
     num_tokens: int,
     seed: int = SEED,
+    task_options: Mapping[str, Mapping[str, Any]] | None = None,
     on_run: OnRun | None = None,
 ) -> Counts:
     """Appends one record per task, sample and method to `results`; those that are there already are left out.
@@ -58,6 +60,7 @@ def evaluate(
     Args:
         model_name: stands in the records beside the hash of the weights.
         num_samples, num_tokens, seed: as for `Task.samples`.
+        task_options: by task name, what it was made with; stands in its records.
         on_run: called with every run, once its record is written.
 
     Raises:
@@ -73,6 +76,7 @@ def evaluate(
         )
         if not samples:
             raise UsageError(f"{task.name}: expected samples of up to {num_tokens} tokens, got none")
+        evaluation.facts["task_options"] = dict((task_options or {}).get(task.name, {}))
         evaluation.run_task(task, samples)
     return evaluation.counts
 

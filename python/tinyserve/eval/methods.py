@@ -83,13 +83,20 @@ class Method:
 
     @property
     def label(self) -> str:
-        """A short name for tables and progress bars, telling apart what usually differs."""
-        config = self.config
-        page = f"page {config.page_size}"
-        if self.policy == FULL_CACHE:
-            return f"{self.policy}, {page}"
-        budget = f"{config.token_budget}" if config.keep_ratio is None else f"{config.keep_ratio:.0%}"
-        return f"{self.policy} {config.scorer} {budget}, {page}{', staged' if self.staged else ''}"
+        """A name for tables and bars: the policy, its budget, and every setting that is not the default."""
+        config, default = self.config, SparseConfig()
+        words = [self.policy]
+        if self.policy != FULL_CACHE:
+            budget = str(config.token_budget) if config.keep_ratio is None else f"{config.keep_ratio:.0%}"
+            words += [config.scorer, budget]
+        text = f"{' '.join(words)}, page {config.page_size}"
+        if self.policy != FULL_CACHE:
+            for name in ("group_reduction", "num_sink_pages", "num_recent_pages", "dense_layers"):
+                if getattr(config, name) != getattr(default, name):
+                    text += f", {name} {getattr(config, name)}"
+        if config.kv_dtype is not None:
+            text += f", {config.kv_dtype}"
+        return text + (", staged" if self.staged else "")
 
 
 def full_cache(config: SparseConfig) -> Method:

@@ -35,6 +35,8 @@ class Row:
         num_samples, num_failed: that count, and that did not get through.
         metric, value: the headline metric; `value` None where nothing got through.
         against_dense: value minus that of the full cache, on the same samples.
+        summary: all that the task sums up, `metric` among it.
+        compared: what the task says about the method beside the full cache (`Task.compare`).
         regret: how much worse than the oracle of the same budget and page size, on the same samples; above 0
             is worse, whichever way the metric goes.
         measures: means over the samples, of `mean_measures`, `kv_bytes_held` and `step_ms`.
@@ -53,6 +55,8 @@ class Row:
     value: Interval | None
     against_dense: Interval | None
     regret: Interval | None
+    summary: dict[str, float]
+    compared: dict[str, float]
     measures: dict[str, float | None]
     machines: tuple[str, ...]
     commits: tuple[str, ...]
@@ -130,6 +134,8 @@ def _rows_of_task(task: Task, columns: list[_Column], only_solved: bool) -> list
                 value=bootstrap(column.scores(column.finished), statistic) if column.finished else None,
                 against_dense=_difference(column, dense, statistic),
                 regret=_scaled(_difference(column, oracle, statistic), sign),
+                summary=task.summary(column.scores(column.finished)) if column.finished else {},
+                compared=_compared(task, column, dense),
                 measures=_mean_measures(list(column.finished.values())),
                 machines=_distinct(column, "machine"),
                 commits=_distinct(column, "commit"),
@@ -151,6 +157,15 @@ def _difference(
         return None
     keys = [key for key in column.finished if key in other.finished]
     return paired_bootstrap(column.scores(keys), other.scores(keys), statistic) if keys else None
+
+
+def _compared(task: Task, column: _Column, dense: _Column | None) -> dict[str, float]:
+    compare = getattr(task, "compare", None)
+    if compare is None or dense is None or dense is column:
+        return {}
+    keys = [key for key in column.finished if key in dense.finished]
+    found: dict[str, float] = compare(dense.scores(keys), column.scores(keys)) if keys else {}
+    return found
 
 
 def _scaled(interval: Interval | None, sign: float) -> Interval | None:

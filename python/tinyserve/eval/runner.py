@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -134,10 +134,19 @@ class Runner:
                 tolerance_of(self.model.dtype),
             )
 
-    def run(self, sample: Sample, methods: Sequence[Method]) -> Iterator[MethodRun | Failure]:
+    def run(
+        self,
+        sample: Sample,
+        methods: Sequence[Method],
+        *,
+        stop: Callable[[list[int]], bool] | None = None,
+    ) -> Iterator[MethodRun | Failure]:
         """Yields one result per method: the full cache first, then those of one page format after each other.
 
         A method that raises becomes a `Failure` and leaves the others alone.
+
+        Args:
+            stop: asked after each greedy token, with all of them, whether they are enough.
 
         Raises:
             GuardError: a result that can't be trusted; it was yielded as a `Failure` before.
@@ -160,7 +169,7 @@ class Runner:
         for method in ordered:
             try:
                 with torch.inference_mode():
-                    run = self._run_method(prefix, sample, method)
+                    run = self._run_method(prefix, sample, method, stop)
                 if dense is None and method.policy == FULL_CACHE:
                     dense = run
                 elif dense is not None and method.config.covers(room):
@@ -184,14 +193,20 @@ class Runner:
                 tolerance=tolerance_of(self.model.dtype),
             )
 
-    def _run_method(self, prefix: Prefix, sample: Sample, method: Method) -> MethodRun:
+    def _run_method(
+        self,
+        prefix: Prefix,
+        sample: Sample,
+        method: Method,
+        stop: Callable[[list[int]], bool] | None,
+    ) -> MethodRun:
         line = _Line(self._twin, prefix, method, measured_steps=self._measured_steps)
         with staged_decode() if method.staged else contextlib.nullcontext():
             for token in sample.prompt_ids[sample.num_dense :]:
                 logits = line.feed(line.seq, token)
             held = _bytes_held(line.kv, line.seq)
             scored = [line.score(logits, continuation) for continuation in sample.continuations]
-            token_ids = line.generate(logits, sample.max_new_tokens, self._end_ids)
+            token_ids = line.generate(logits, sample.max_new_tokens, self._end_ids, stop)
         stats = line.kv.stats()
         share = check_sparse(
             method.label,
@@ -257,8 +272,14 @@ class _Line:
         self.kv.free(fork)
         return logprobs, is_greedy
 
-    def generate(self, logits: torch.Tensor, max_new_tokens: int, end_ids: frozenset[int]) -> list[int]:
-        """Greedy tokens after the prompt, up to an end-of-text token."""
+    def generate(
+        self,
+        logits: torch.Tensor,
+        max_new_tokens: int,
+        end_ids: frozenset[int],
+        stop: Callable[[list[int]], bool] | None,
+    ) -> list[int]:
+        """Greedy tokens after the prompt, up to an end-of-text token or to where `stop` has enough."""
         self._probe.start_sequence()
         token_ids: list[int] = []
         while len(token_ids) < max_new_tokens:
@@ -266,6 +287,8 @@ class _Line:
             if token in end_ids:
                 break
             token_ids.append(token)
+            if stop is not None and stop(token_ids):
+                break
             if len(token_ids) < max_new_tokens:
                 logits = self.feed(self.seq, token)
         return token_ids

@@ -74,6 +74,9 @@ class Output:
 class Task(Protocol):
     """A set of samples and how their outputs are scored: one file in `eval/tasks/`.
 
+    A task may also have `compare(dense, scores)`: numbers about a method beside the full cache, from the
+    scores of the same samples under both.
+
     Attributes:
         name: on the command line and in results.
         metric: the headline metric, a key of `summary`.

@@ -30,8 +30,8 @@ _NOTES = " ".join(
         "Brackets: 95 % bootstrap interval over the samples (paired for differences).",
         "vs dense: value minus that of the full cache on the same samples.",
         "regret: how much worse than the oracle of the same budget and page size.",
-        "recall: share of the attention mass on what was read; of oracle: as a fraction of what the best pages",
-        "of the same number hold. hit: share of those best pages that were read.",
+        "recall: share of the attention mass on what was read; of oracle: the same over what as many of the",
+        "best pages hold. hit: share of those best pages that were read.",
         "reuse: share of the pages of a step that the step before read.",
         "tokens: attended per step, layer and kv head, dense layers included.",
         "MB read: K, V and summaries of a step; MB held: pages at the end of the prompt.",
@@ -64,7 +64,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
     header += ["num_failed", "metric"]
     for name in ("value", "against_dense", "regret"):
         header += [name, f"{name}_low", f"{name}_high"]
-    header += [*_MEASURES, "method", "machines", "commits"]
+    header += [*_MEASURES, "summary", "compared", "method", "machines", "commits"]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, header)
@@ -81,20 +81,22 @@ def _cells(row: Row) -> dict[str, Any]:
         else:
             values = interval.value, interval.low, interval.high
             cells |= dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
-    cells["method"] = json.dumps(row.method)
+    for name in ("summary", "compared", "method"):
+        cells[name] = json.dumps(getattr(row, name))
     cells["machines"], cells["commits"] = "; ".join(row.machines), " ".join(row.commits)
     return cells
 
 
 def _table(rows: Sequence[Row]) -> str:
-    titles = ["method", "n", rows[0].metric, "vs dense", "regret", "recall", "of oracle", "hit", "reuse"]
-    titles += ["tokens", "MB read", "MB held", "ms/step"]
+    compared = list(dict.fromkeys(name for row in rows for name in row.compared))
+    titles = ["method", "n", rows[0].metric, "vs dense", "regret", *compared, "recall", "of oracle", "hit"]
+    titles += ["reuse", "tokens", "MB read", "MB held", "ms/step"]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "--:|" * (len(titles) - 1)]
-    lines += [f"| {' | '.join(_line(row))} |" for row in rows]
+    lines += [f"| {' | '.join(_line(row, compared))} |" for row in rows]
     return "\n".join(lines)
 
 
-def _line(row: Row) -> list[str]:
+def _line(row: Row, compared: Sequence[str]) -> list[str]:
     measures = row.measures
     counts = f"{row.num_samples}" + (f" ({row.num_failed} failed)" if row.num_failed else "")
     kv_bytes, summary_bytes = measures.get("kv_bytes"), measures.get("summary_bytes")
@@ -105,6 +107,7 @@ def _line(row: Row) -> list[str]:
         _interval(row.value),
         _interval(row.against_dense, signed=True),
         _interval(row.regret, signed=True),
+        *(_number(row.compared.get(name), ".3f") for name in compared),
         _number(measures.get("recall"), ".3f"),
         _number(measures.get("recall_of_oracle"), ".3f"),
         _number(measures.get("hit_rate"), ".2f"),
