@@ -1,5 +1,5 @@
 """`BatchTables`: page table, stored lengths and page budgets of one batch composition in one layer group, as
-tensors.
+tensors; and `BatchStates`, those of the batches that a cache ran last.
 
 They persist from step to step and are updated in place: a decode step writes one length per row, and a page
 id only where a row has gained a page. Entries [0, written) of a row equal the allocator's page ids as long as
@@ -8,14 +8,19 @@ the row's version is the allocator's; entries beyond are -1.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 
 from tinyserve_ops.config import SparseConfig
-from tinyserve_ops.pools import PageGroup
+from tinyserve_ops.pools import PageGroup, PagePool
+from tinyserve_ops.sequences import SequenceRecord
 
-__all__ = ["BatchState", "BatchTables"]
+__all__ = ["BatchState", "BatchStates", "BatchTables"]
 
 _MIN_WIDTH = 16
+# Batch compositions whose tensors are kept: the running batch, and the ones before a row joined or left.
+_MAX_STATES = 4
 
 
 class BatchTables:
@@ -143,3 +148,56 @@ class BatchState:
         self.tables = tables
         with torch.inference_mode(False):
             self.decode_cu_query_lens = torch.arange(len(sequences) + 1, dtype=torch.int32, device=device)
+
+
+class BatchStates:
+    """The last few batch compositions of a cache, kept up to date while their sequences change."""
+
+    def __init__(self, pool: PagePool, config: SparseConfig) -> None:
+        self._pool = pool
+        self._config = config
+        self._states: OrderedDict[tuple[int, ...], BatchState] = OrderedDict()
+
+    def find(self, sequences: tuple[int, ...], records: list[SequenceRecord]) -> BatchState:
+        """The state of a batch, made where there is none."""
+        state = self._states.get(sequences)
+        if state is not None:
+            self._states.move_to_end(sequences)
+            return state
+        tables = [
+            BatchTables(group, [record.ids[index] for record in records], self._config)
+            for index, group in enumerate(self._pool.groups)
+        ]
+        state = self._states[sequences] = BatchState(sequences, tables, self._pool.device)
+        if len(self._states) > _MAX_STATES:
+            self._states.popitem(last=False)
+        return state
+
+    def note_changes(self, seq: int, record: SequenceRecord, lengths: list[int]) -> None:
+        """The pages of `seq` from token `lengths[group]` on may have been replaced, no others."""
+        for index, group in enumerate(self._pool.groups):
+            version = group.allocator.page_table_version(record.ids[index])
+            before = record.versions[index]
+            if version == before:
+                continue
+            record.versions[index] = version
+            for sequences, state in self._states.items():
+                if seq in sequences:
+                    row = sequences.index(seq)
+                    if state.tables[index].row_version(row) == before:
+                        state.tables[index].forget(row, lengths[index] // self._config.page_size, version)
+
+    def forget(self, seq: int) -> None:
+        """Drops every batch that the sequence was in."""
+        for key in [key for key in self._states if seq in key]:
+            del self._states[key]
+
+    def clear(self) -> None:
+        """Drops all of them."""
+        self._states.clear()
+
+    def check(self) -> None:
+        """Raises RuntimeError when an up-to-date row differs from the allocator."""
+        for state in self._states.values():
+            for tables in state.tables:
+                tables.check()

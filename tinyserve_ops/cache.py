@@ -1,32 +1,31 @@
 """`PagedKVCache`: sequences of tokens over a pool of KV pages, and the forwards that extend them.
 
-Invariant between calls: a sequence has the same committed length in every layer, only `ForwardBatch.commit`
-(or `ReservedBatch.sync`) makes it grow, and nothing outside [0, length) is ever read. A forward that was left
-open, whatever stopped it, counts as failed: the next call that touches the cache's sequences closes it.
+Invariant between calls: a sequence has the same committed tokens in every layer, less those that were evicted
+there; only `ForwardBatch.commit` (or `ReservedBatch.sync`) makes it grow, and nothing outside its stored
+length is ever read. A forward that was left open, whatever stopped it, counts as failed: the next call that
+touches the cache's sequences closes it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from tinyserve_ops import ops, repaging, serialization
-from tinyserve_ops.batch_tables import BatchState, BatchTables
+from tinyserve_ops.batch_tables import BatchStates, BatchTables
 from tinyserve_ops.config import SparseConfig
+from tinyserve_ops.eviction import Kept, check_kept, evict, text_positions
 from tinyserve_ops.forward import ForwardBatch
+from tinyserve_ops.policies import Policy, PolicyPlan
 from tinyserve_ops.pools import PagePool
 from tinyserve_ops.reserved import ReservedBatch
 from tinyserve_ops.sequences import SequenceRecord, give_back
 from tinyserve_ops.stats import CacheStats, SelectionStep, StatsRecorder
 
 __all__ = ["PagedKVCache"]
-
-# Batch compositions whose tensors are kept: the running batch, and the ones before a row joined or left.
-_MAX_STATES = 4
 
 
 class PagedKVCache:
@@ -42,10 +41,12 @@ class PagedKVCache:
         max_tokens: capacity at the start, summed over sequences. A CPU pool grows past it by doubling, up to
             `config.max_kv_bytes`. Untouched pages cost no physical memory, only the allocator's records do:
             about 30 bytes a page, at once. Not needed with `pool`.
-        layer_groups: layers that share one page table; default one group of all.
+        layer_groups: layers that share one page table; default one group of all, or what the policy needs.
         fingerprint: names the kind of model (weights are not looked at); an export is refused by a cache of
             another fingerprint.
         pool: share this pool with other caches instead of making one.
+        policy: which keys and values are left out, a `tinyserve_ops.policies.Policy` or its name; None is the
+            query-aware selection of the config.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, by name.
@@ -64,10 +65,12 @@ class PagedKVCache:
         layer_groups: Sequence[Sequence[int]] | None = None,
         fingerprint: str = "",
         pool: PagePool | None = None,
+        policy: Policy | str | None = None,
     ) -> None:
         self.config = SparseConfig() if config is None else config
         if not isinstance(self.config, SparseConfig):
             raise TypeError(f"config: expected a SparseConfig, got {type(config).__name__}")
+        self.plan = PolicyPlan.make(policy, self.config, num_layers)
         if self.config.kv_dtype is not None:
             dtype = getattr(torch, self.config.kv_dtype)
         if pool is None:
@@ -81,10 +84,11 @@ class PagedKVCache:
                 dtype=dtype,
                 device=device,
                 max_tokens=max_tokens,
-                layer_groups=layer_groups,
+                layer_groups=self.plan.layer_groups if layer_groups is None else layer_groups,
             )
         else:
             pool.check_matches((num_layers, num_kv_heads, head_dim), self.config, dtype, device, layer_groups)
+        self.plan.check_groups(pool.layer_groups)
         self.pool = pool
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
@@ -100,13 +104,18 @@ class PagedKVCache:
         self.recorder = StatsRecorder(num_layers, record_selection=self.config.record_selection)
         self._records: dict[int, SequenceRecord] = {}
         self._next_handle = 0
-        self._states: OrderedDict[tuple[int, ...], BatchState] = OrderedDict()
+        self._states = BatchStates(pool, self.config)
         self._open: ForwardBatch | None = None
         self._reservations: weakref.WeakSet[ReservedBatch] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, give_back, self._records, pool, id(self))
         self._finalizer.atexit = False
 
     # -- sequences -------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy | None:
+        """Which keys and values are left out; None is the query-aware selection of the config."""
+        return self.plan.policy
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -131,40 +140,84 @@ class PagedKVCache:
 
         Over one pool the two share all pages, as after `fork`. Otherwise keys and values are copied into
         pages of this cache, which may have another size, scorer, element type or other layer groups; int8
-        pages round what comes from float ones.
+        pages round what comes from float ones. The policy is this cache's from here on.
 
         Raises:
-            ValueError: `source` has another shape, or was made for another kind of model.
+            ValueError: `source` has another shape or was made for another kind of model, the policy here
+                would have had to see the tokens, or some of a sequence that is to be copied were evicted.
             OutOfPagesError: nothing changed.
         """
         self._check_not_closed("adopt")
         record = source._settle(seq, "adopt")
+        self._check_beginning(seq, record, source)
         if source.pool is self.pool:
-            return self._add(record.fork(self.pool))
-        return repaging.copy_sequence(source, seq, self)
+            adopted = self._add(record.fork(self.pool))
+        else:
+            source._check_whole("adopt", seq, record)
+            adopted = repaging.copy_sequence(source, seq, self)
+        memory = record.memory if source.policy == self.policy else {}
+        self._records[adopted].memory = dict(memory)
+        return adopted
 
     def free(self, seq: int) -> None:
         """Ends a sequence; its pages go back to the pool (pinned ones are unpinned)."""
         record = self._settle(seq, "free")
         del self._records[seq]
-        for key in [key for key in self._states if seq in key]:
-            del self._states[key]
+        self._states.forget(seq)
         record.free(self.pool)
 
     def crop(self, seq: int, length: int) -> None:
-        """Keeps the first `length` stored tokens. The next position goes back by as many as are dropped.
+        """Keeps the first `length` tokens. The next position goes back by as many as are dropped.
 
         Raises:
-            ValueError: `length` is not in [0, length(seq)].
+            ValueError: `length` is not in [0, num_tokens(seq)], or would go back to where tokens have been
+                evicted since or an eviction policy keeps count (0 is always possible).
         """
         record = self._settle(seq, "crop")
-        present = self.length(seq)
+        present = record.num_tokens(self.pool)
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= present:
-            raise ValueError(f"length: expected 0 to {present}, the stored length, got {length!r}")
-        for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
-            group.allocator.crop(sequence_id, length)
-        self._note_changes(seq, record, -(-length // self.config.page_size))
+            raise ValueError(f"length: expected 0 to {present}, the sequence's tokens, got {length!r}")
+        first = present if record.memory else record.frontier
+        if 0 < length < first:
+            raise ValueError(
+                f"length: expected 0, or at least {first} (tokens up to there can't be rolled back after an "
+                f"eviction by policy {self.policy}), got {length}"
+            )
+        lengths = [max(0, stored - (present - length)) for stored in record.lengths(self.pool)]
+        if not length:
+            lengths = [0] * len(lengths)
+            record.start_anew()
+        for group, sequence_id, stored in zip(self.pool.groups, record.ids, lengths, strict=True):
+            group.allocator.crop(sequence_id, stored)
+        self._states.note_changes(seq, record, lengths)
         record.next_position = max(0, record.next_position - (present - length))
+
+    def keep_tokens(self, seq: int, kept: Kept) -> None:
+        """Takes tokens out of a sequence: in the layers that are named, each kv head keeps the tokens that it
+        is told to, in fresh pages; the old ones are given back, where no fork holds them.
+
+        The next position stays what it is, and the tokens that are kept are where they were in the text.
+
+        Args:
+            kept: layer -> int64 [num_kv_heads, n], ascending indices of stored tokens; all layers of a layer
+                group or none, n the same for all of a group.
+
+        Raises:
+            ValueError, TypeError: `kept` does not fit, by layer.
+            OutOfPagesError: nothing changed.
+        """
+        record = self._settle(seq, "keep_tokens")
+        check_kept(self.pool, record.lengths(self.pool), kept)
+        self.recorder.tokens_evicted += evict(self.pool, [(record, 0, kept)])
+        self._states.forget(seq)
+
+    def kept_tokens(self, layer_idx: int, seq: int) -> torch.Tensor:
+        """Which tokens of its text a sequence has stored in a layer: int64 [num_kv_heads, stored], ascending,
+        counted from 0 without padding.
+        """
+        self._check_layer(layer_idx)
+        record = self._record(seq)
+        return text_positions(record, layer_idx, record.num_tokens(self.pool), self.pool)
 
     def reset(self, seq: int | None = None) -> None:
         """Empties one sequence, or all of them and the stats; pages and pins are given back.
@@ -204,14 +257,22 @@ class PagedKVCache:
             self.free(seq)
         return result
 
-    def length(self, seq: int) -> int:
-        """Committed tokens of a sequence."""
-        length: int = self.pool.groups[0].allocator.length(self._record(seq).ids[0])
+    def length(self, seq: int, group: int = 0) -> int:
+        """Committed tokens that a sequence has stored in a layer group."""
+        length: int = self.pool.groups[group].allocator.length(self._record(seq).ids[group])
         return length
+
+    def num_tokens(self, seq: int) -> int:
+        """Committed tokens of a sequence, those evicted included: what `crop` counts."""
+        return self._record(seq).num_tokens(self.pool)
 
     def next_position(self, seq: int) -> int:
         """Position (rotary or absolute) of the next token. Follows the length unless set apart from it."""
         return self._record(seq).next_position
+
+    def in_prompt(self, seq: int) -> bool:
+        """Whether the prompt of a sequence goes on: policies rule over the tokens after it."""
+        return self._record(seq).in_prompt
 
     def set_next_position(self, seq: int, position: int) -> None:
         """Sets it apart from the stored length: after padding that was not stored, eviction, pruning."""
@@ -246,8 +307,12 @@ class PagedKVCache:
 
         Returns:
             Whether the page now stands for that content.
+
+        Raises:
+            ValueError: tokens of the sequence were evicted.
         """
         record = self._record(seq)
+        self._check_whole("register_page", seq, record)
         done = [
             group.allocator.register_page(sequence_id, page_idx, key, list(tokens))
             for group, sequence_id in zip(self.pool.groups, record.ids, strict=True)
@@ -262,16 +327,21 @@ class PagedKVCache:
             False on a miss, with nothing changed.
 
         Raises:
-            ValueError: the sequence does not end at a page boundary.
+            ValueError: the sequence does not end at a page boundary, or tokens of it were evicted.
         """
         record = self._settle(seq, "attach_cached")
+        self._check_whole("attach_cached", seq, record)
+        if self.plan.eviction is not None and self.plan.eviction.per_step:
+            raise ValueError(
+                f"attach_cached: expected a policy that need not see every query, got {self.policy}"
+            )
         before = self.length(seq)
         for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
             if not group.allocator.attach_cached(sequence_id, key, list(tokens)):
                 if group is not self.pool.groups[0]:
                     for other, other_id in zip(self.pool.groups, record.ids, strict=True):
                         other.allocator.crop(other_id, before)
-                    self._note_changes(seq, record, before // self.config.page_size)
+                    self._states.note_changes(seq, record, [before] * len(record.ids))
                 return False
         record.next_position += self.config.page_size
         return True
@@ -283,14 +353,22 @@ class PagedKVCache:
         """The forward between `begin` and `commit`, if any."""
         return self._open
 
-    def begin(self, batch: Iterable[tuple[int, int]], *, dense: bool = False) -> ForwardBatch:
+    def begin(
+        self,
+        batch: Iterable[tuple[int, int]],
+        *,
+        dense: bool = False,
+        prompt_goes_on: Collection[int] = (),
+    ) -> ForwardBatch:
         """Starts a forward that appends `num_new` tokens to each `(seq, num_new)`; lengths change at its
         `commit`.
 
         Args:
             batch: each sequence at most once; 0 new tokens are allowed.
-            dense: no page selection in this forward, whatever the config says (verifying a draft of one
+            dense: no page selection in this forward, whatever config and policy say (verifying a draft of one
                 token).
+            prompt_goes_on: sequences of the batch whose prompt is not complete with this forward, so that a
+                policy sees one prompt in several pieces; else the first forward of a sequence is its prompt.
 
         Raises:
             OutOfPagesError: no lengths changed, no pages kept.
@@ -308,13 +386,20 @@ class PagedKVCache:
         for n in num_new:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ValueError(f"num_new: expected integers >= 0, got {n!r}")
-        state = self._state_of(sequences, records)
+        for seq in prompt_goes_on:
+            if seq not in sequences or not self.in_prompt(seq):
+                raise ValueError(
+                    f"prompt_goes_on: expected sequences of the batch whose prompt has not ended, got {seq!r}"
+                )
+        state = self._states.find(sequences, records)
         self.pool.forward_opened(id(self))
         try:
             self._reserve_pages(sequences, records, num_new)
             for tables in state.tables:
                 tables.refresh(num_new)
-            self._open = ForwardBatch(self, state, num_new, dense=dense)
+            self._open = ForwardBatch(
+                self, state, num_new, records, dense=dense, prompt_goes_on=prompt_goes_on
+            )
         except BaseException:
             self.pool.forward_closed(id(self))
             self._trim(sequences)
@@ -330,8 +415,8 @@ class PagedKVCache:
 
         Raises:
             OutOfPagesError: nothing changed.
-            ValueError: `max_tokens` is below a stored length, or `record_selection` is on (nothing is
-                recorded inside a graph).
+            ValueError: `max_tokens` is below a stored length, `record_selection` is on (nothing is recorded
+                inside a graph), or the policy is not one of those that a compiled step can honour.
         """
         self._close_open()
         sequences = tuple(seqs)
@@ -340,6 +425,10 @@ class PagedKVCache:
             raise ValueError(f"seqs: expected at least one sequence, each once, got {sequences}")
         if self.config.record_selection:
             raise ValueError("record_selection: expected False with reserved decoding, got True")
+        if self.policy is not None:
+            self.policy.check_reservable()
+        for seq, record in zip(sequences, records, strict=True):
+            self._check_whole("reserve", seq, record)
         lengths = [self.length(seq) for seq in sequences]
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < max(lengths):
             raise ValueError(
@@ -373,11 +462,26 @@ class PagedKVCache:
         assert self._open is forward
         self._open = None
         self.pool.forward_closed(id(self))
+        moved: set[int] = set()
+        try:
+            if committed and forward.eviction is not None:
+                moved, num_evicted = forward.eviction.apply(forward)
+                self.recorder.tokens_evicted += num_evicted
+        except BaseException:
+            self._trim(forward.sequences)
+            raise
         if not committed:
             self._trim(forward.sequences)
             return
         for seq, n in zip(forward.sequences, forward.num_new, strict=True):
-            self.advance(seq, n)
+            record = self._records[seq]
+            if seq in moved:
+                record.next_position += n
+                self._states.forget(seq)
+            else:
+                self.advance(seq, n)
+            if n and seq not in forward.prompt_goes_on:
+                record.in_prompt = False
 
     def advance(self, seq: int, num_new: int) -> None:
         """For forwards only: `num_new` reserved and written tokens become part of the sequence."""
@@ -406,19 +510,19 @@ class PagedKVCache:
         return torch.from_numpy(allocator.page_ids(record.ids[group], 0)[:num_pages]).to(self.device)
 
     def dense(self, layer_idx: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a sequence, fresh [num_kv_heads, length, head_dim] in the pages' dtype; those of
-        int8 pages in fp32, scale * code.
+        """Stored keys and values of a sequence, fresh [num_kv_heads, length, head_dim] in the pages' dtype;
+        those of int8 pages in fp32, scale * code.
         """
-        if not 0 <= layer_idx < self.num_layers:
-            raise ValueError(f"layer_idx: expected 0 to {self.num_layers - 1}, got {layer_idx}")
+        self._check_layer(layer_idx)
         pool = self.pool.layers[layer_idx]
-        page_ids = self.page_ids(seq, self.group_of_layer[layer_idx])
+        group = self.group_of_layer[layer_idx]
+        page_ids = self.page_ids(seq, group)
         with torch.no_grad():
             k, v, k_scales, v_scales, _ = ops.gather_pages(page_ids, *pool.parts[:-1], None)
             if pool.dtype == torch.int8:
                 k, v = k_scales[..., None] * k, v_scales[..., None] * v
             shape = (self.num_kv_heads, page_ids.numel() * self.config.page_size, self.head_dim)
-            length = self.length(seq)
+            length = self.length(seq, group)
             return k.transpose(0, 1).reshape(shape)[:, :length], v.transpose(0, 1).reshape(shape)[:, :length]
 
     def export(self, seqs: Sequence[int]) -> bytes:
@@ -457,12 +561,14 @@ class PagedKVCache:
         """Raises RuntimeError naming the first broken invariant of pages, lengths or tables. O(pool)."""
         self.pool.check()
         for seq, record in self._records.items():
-            lengths = [g.allocator.length(i) for g, i in zip(self.pool.groups, record.ids, strict=True)]
-            if len(set(lengths)) != 1:
-                raise RuntimeError(f"sequence {seq}: expected one length in all layer groups, got {lengths}")
-        for state in self._states.values():
-            for tables in state.tables:
-                tables.check()
+            lengths = record.lengths(self.pool)
+            totals = [n + evicted for n, evicted in zip(lengths, record.evicted, strict=True)]
+            if len(set(totals)) != 1:
+                raise RuntimeError(
+                    f"sequence {seq}: expected one length in all layer groups, got {lengths} and "
+                    f"{record.evicted} evicted"
+                )
+        self._states.check()
 
     def close(self) -> None:
         """Frees all sequences, open forwards and reservations; also done when the cache is garbage collected.
@@ -474,31 +580,71 @@ class PagedKVCache:
         self._states.clear()
         self._finalizer()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
-        """A cache over the same pool with a copy-on-write fork of every sequence, under the same handles."""
+    def copy(self, *, config: SparseConfig | None = None, policy: Policy | str | None = None) -> PagedKVCache:
+        """A cache over the same pool with a copy-on-write fork of every sequence, under the same handles:
+        what was prefilled once can be decoded in several ways.
+
+        Args:
+            config: of the copy; default the same. Page size, scorer and element type must be the pool's.
+            policy: of the copy; default the same ("query_aware" names the one of a cache without policy).
+
+        Raises:
+            ValueError: they do not fit the pool, by name; or another policy should evict from sequences whose
+                beginning it has not seen.
+        """
         self._close_open()
         for seq in self._records:
-            self._writable(seq, "deepcopy")
+            self._writable(seq, "copy")
         copy = PagedKVCache(
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
-            config=self.config,
+            config=self.config if config is None else config,
             dtype=self.dtype,
             device=self.device,
             fingerprint=self.fingerprint,
             pool=self.pool,
+            policy=self.policy if policy is None else policy,
         )
-        memo[id(self)] = copy
+        for seq, record in self._records.items():
+            copy._check_beginning(seq, record, self)
         for seq, record in self._records.items():
             copy._records[seq] = record.fork(self.pool)
+            if copy.policy != self.policy:
+                copy._records[seq].memory.clear()
         copy._next_handle = self._next_handle
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        """As `copy`, with the same config and policy."""
+        memo[id(self)] = copy = self.copy()
         return copy
 
     def __reduce__(self) -> Any:
         raise TypeError("PagedKVCache can't be pickled: use export() and import_()")
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _check_layer(self, layer_idx: int) -> None:
+        if not 0 <= layer_idx < self.num_layers:
+            raise ValueError(f"layer_idx: expected 0 to {self.num_layers - 1}, got {layer_idx}")
+
+    def _check_whole(self, action: str, seq: int, record: SequenceRecord) -> None:
+        if record.frontier:
+            raise ValueError(
+                f"{action}: expected a sequence with all its tokens, got {seq}, some of which were evicted"
+            )
+
+    def _check_beginning(self, seq: int, record: SequenceRecord, source: PagedKVCache) -> None:
+        """Raises ValueError where the policy here can't go on with a sequence that began in `source`."""
+        eviction = self.plan.eviction
+        if eviction is None or source.policy == self.policy or not record.num_tokens(source.pool):
+            return
+        if not record.in_prompt or eviction.per_step:
+            raise ValueError(
+                f"policy: expected {source.policy}, or sequences whose beginning {self.policy} can do "
+                f"without, got sequence {seq}"
+            )
 
     def _check_not_closed(self, action: str) -> None:
         if not self._finalizer.alive:
@@ -535,20 +681,6 @@ class PagedKVCache:
         if self._open is not None:
             self._open.abandon()
 
-    def _state_of(self, sequences: tuple[int, ...], records: list[SequenceRecord]) -> BatchState:
-        state = self._states.get(sequences)
-        if state is not None:
-            self._states.move_to_end(sequences)
-            return state
-        tables = [
-            BatchTables(group, [record.ids[index] for record in records], self.config)
-            for index, group in enumerate(self.pool.groups)
-        ]
-        state = self._states[sequences] = BatchState(sequences, tables, self.device)
-        if len(self._states) > _MAX_STATES:
-            self._states.popitem(last=False)
-        return state
-
     def _reserve_pages(
         self, sequences: tuple[int, ...], records: list[SequenceRecord], num_new: list[int]
     ) -> None:
@@ -556,7 +688,7 @@ class PagedKVCache:
             if group.reserve([record.ids[index] for record in records], num_new):
                 for seq, record in zip(sequences, records, strict=True):
                     # Only pages from the first one that is about to be written may have been replaced.
-                    self._note_changes(seq, record, self.length(seq) // self.config.page_size)
+                    self._states.note_changes(seq, record, record.lengths(self.pool))
 
     def _trim(self, sequences: tuple[int, ...]) -> None:
         for seq in sequences:
@@ -565,18 +697,4 @@ class PagedKVCache:
                 continue
             for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
                 group.allocator.trim(sequence_id)
-            self._note_changes(seq, record, -(-self.length(seq) // self.config.page_size))
-
-    def _note_changes(self, seq: int, record: SequenceRecord, from_page: int) -> None:
-        """Tells the kept tables that entries of `seq` from `from_page` on may have changed: only those."""
-        for index, group in enumerate(self.pool.groups):
-            version = group.allocator.page_table_version(record.ids[index])
-            before = record.versions[index]
-            if version == before:
-                continue
-            record.versions[index] = version
-            for sequences, state in self._states.items():
-                if seq in sequences:
-                    row = sequences.index(seq)
-                    if state.tables[index].row_version(row) == before:
-                        state.tables[index].forget(row, from_page, version)
+            self._states.note_changes(seq, record, record.lengths(self.pool))

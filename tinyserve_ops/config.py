@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from tinyserve_ops.arguments import check_choice, check_int
 from tinyserve_ops.scorers import check_group_reduction, check_scorer, default_group_reduction, resolve
 
 __all__ = ["KV_DTYPES", "SparseConfig"]
@@ -77,10 +78,10 @@ class SparseConfig:
     _default_budget: bool = field(default=False, init=False, repr=False, compare=False)  # neither was given
 
     def __post_init__(self) -> None:
-        _check_int("page_size", self.page_size, 1, 64)
-        _check_int("num_sink_pages", self.num_sink_pages, 0, _MAX_FORCED_PAGES)
-        _check_int("num_recent_pages", self.num_recent_pages, 1, _MAX_FORCED_PAGES)
-        _check_int("dense_layers", self.dense_layers, 0)
+        check_int("page_size", self.page_size, 1, 64)
+        check_int("num_sink_pages", self.num_sink_pages, 0, _MAX_FORCED_PAGES)
+        check_int("num_recent_pages", self.num_recent_pages, 1, _MAX_FORCED_PAGES)
+        check_int("dense_layers", self.dense_layers, 0)
         check_scorer(self.scorer, self.page_size)
         if self.group_reduction is not None:
             if not isinstance(self.group_reduction, str):
@@ -90,10 +91,10 @@ class SparseConfig:
         reduction = self.group_reduction or default_group_reduction(self.scorer)
         object.__setattr__(self, "_op_group_reduction", reduction)
         if self.kv_dtype is not None:
-            _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+            check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
             resolve(self.scorer, self.kv_dtype)
         if self.max_kv_bytes is not None:
-            _check_int("max_kv_bytes", self.max_kv_bytes, 1)
+            check_int("max_kv_bytes", self.max_kv_bytes, 1)
         if not isinstance(self.record_selection, bool):
             raise TypeError(f"record_selection: expected a bool, got {self.record_selection!r}")
         self._check_budget()
@@ -119,7 +120,7 @@ class SparseConfig:
             object.__setattr__(self, "token_budget", max(DEFAULT_TOKEN_BUDGET, forced_tokens))
             object.__setattr__(self, "_default_budget", True)
             return
-        _check_int("token_budget", self.token_budget, 1)
+        check_int("token_budget", self.token_budget, 1)
         if self.token_budget // self.page_size < self.forced_pages:
             raise ValueError(
                 f"token_budget: expected at least {self.forced_pages * self.page_size}, the forced pages "
@@ -193,18 +194,3 @@ class SparseConfig:
         if not isinstance(values, dict):
             raise ValueError(f"SparseConfig: expected a JSON object, got {type(values).__name__}")
         return cls.from_dict(values)
-
-
-def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    expected = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}: expected {expected}, got {value}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {choices}, got {value!r}")
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {choices}, got {value!r}")

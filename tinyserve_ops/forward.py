@@ -1,26 +1,34 @@
 """`ForwardBatch`: one forward of the model over a ragged batch, from `PagedKVCache.begin` to `commit`.
 
 The only place that decides which op serves a row: rows with one new token go to `sparse_decode`, or to
-`attend_pages` in dense layers; rows with several go to `prefill_attention`. The plan (which rows, which
-slices) is made once per forward. Until `commit` the cache's lengths are those from before, so a forward that
+`attend_pages` in dense layers; rows with several go to `prefill_attention`; rows that a selection policy
+rules over go to `attend_pages` with the lists it chose, a list for each token. An eviction policy sees the
+tokens of each layer after they were attended. The plan (which rows, which slices) is made once per forward.
+Until `commit` the cache's lengths are those from before, so a forward that
 fails half-way leaves nothing to undo.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
+from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from tinyserve_ops import ops
+from tinyserve_ops.batch_parts import BatchPart, Rows, TokenPart
 from tinyserve_ops.config import SparseConfig
+from tinyserve_ops.eviction import EvictionRun
 from tinyserve_ops.layer_pool import LayerPool
+from tinyserve_ops.policies.base import TokenRows
 
 if TYPE_CHECKING:
-    from tinyserve_ops.batch_tables import BatchState, BatchTables
+    from tinyserve_ops.batch_tables import BatchState
     from tinyserve_ops.cache import PagedKVCache
+    from tinyserve_ops.sequences import SequenceRecord
 
 __all__ = ["ForwardBatch", "append_tokens", "attend_decode"]
 
@@ -112,56 +120,15 @@ def attend_decode(
     return out, None, None
 
 
-class _Part:
-    """Rows of one kind within a forward, and where their tokens lie.
+class _Kind(Enum):
+    """How the rows of a part attend."""
 
-    `tokens` is None for the whole batch, a slice where the rows are neighbours (no copy of q), else an index
-    tensor.
-    """
+    DECODE = 0  # one new token each: fused selection, or everything
+    PREFILL = 1  # several new tokens each: everything
+    SELECT = 2  # each token over the pages that the cache's policy selects
 
-    def __init__(self, batch: ForwardBatch, rows: list[int], whole: bool) -> None:
-        starts = batch.host_cu_query_lens
-        num_new = batch.num_new
-        busy_rows = [row for row in rows if num_new[row]]
-        self.sequences = tuple(batch.sequences[row] for row in busy_rows)
-        self._rows = rows
-        self._busy_rows = busy_rows
-        self.tokens: slice | torch.Tensor | None = None
-        self._row_index: slice | torch.Tensor | None = None
-        self.cu_query_lens = batch.cu_query_lens
-        self._groups: dict[
-            int, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[int, ...]]
-        ] = {}
-        if whole:
-            return
-        device = batch.cu_query_lens.device
-        if rows[-1] - rows[0] + 1 == len(rows):
-            self._row_index = slice(rows[0], rows[-1] + 1)
-            self.tokens = slice(starts[rows[0]], starts[rows[-1] + 1])
-        else:
-            self._row_index = torch.tensor(rows, device=device)
-            token_list = [t for row in rows for t in range(starts[row], starts[row + 1])]
-            self.tokens = torch.tensor(token_list, device=device)
-        lens = [0, *accumulate(num_new[row] for row in rows)]
-        self.cu_query_lens = torch.tensor(lens, dtype=torch.int32, device=device)
 
-    def of_group(
-        self, group: int, tables: BatchTables
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[int, ...]]:
-        """`seq_lens, page_table, page_budget, max_page_budget` of these rows in a group, and host lengths."""
-        found = self._groups.get(group)
-        if found is None:
-            index = self._row_index
-            tensors = (tables.seq_lens, tables.page_table, tables.page_budget)
-            if index is not None:
-                tensors = (tensors[0][index], tensors[1][index], tensors[2][index])
-            lengths = tuple(tables.lengths[row] for row in self._busy_rows)
-            found = self._groups[group] = ((*tensors, tables.max_page_budget), lengths)
-        return found
-
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The packed tokens of these rows."""
-        return tensor if self.tokens is None else tensor[self.tokens]
+_DECODE, _PREFILL, _SELECT = _Kind  # looked at in every layer: a global is cheaper than a member
 
 
 class ForwardBatch:
@@ -173,9 +140,19 @@ class ForwardBatch:
         num_tokens: their sum.
         is_decode: every row has exactly one new token.
         cu_query_lens: int32 [batch + 1], where each row's tokens start in the packed tensors.
+        prompt_goes_on: sequences whose prompt does not end with this forward.
     """
 
-    def __init__(self, cache: PagedKVCache, state: BatchState, num_new: list[int], *, dense: bool) -> None:
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        state: BatchState,
+        num_new: list[int],
+        records: list[SequenceRecord],
+        *,
+        dense: bool,
+        prompt_goes_on: Collection[int] = (),
+    ) -> None:
         # Weak, because the cache holds its open forward: a cycle would keep the pool's tensors until the
         # cycle collector runs. None when closed.
         self._cache: weakref.ref[PagedKVCache] | None = weakref.ref(cache)
@@ -184,33 +161,51 @@ class ForwardBatch:
         self._stats = cache.recorder
         self._layers = cache.pool.layers
         self._group_of = cache.group_of_layer
-        self._dense_layers = cache.num_layers if dense else cache.config.dense_layers
+        self._dense_layers = cache.num_layers if dense else cache.plan.dense_layers
+        self._policy = None if dense else cache.plan.selection
         self.sequences = state.sequences
         self.num_new = tuple(num_new)
         self.num_tokens = sum(num_new)
+        self.prompt_goes_on = frozenset(prompt_goes_on)
         batch = len(num_new)
         self.is_decode = batch > 0 and self.num_tokens == batch and all(n == 1 for n in num_new)
         self._attended = bytearray(cache.num_layers)
         if self.is_decode:
             self.host_cu_query_lens = list(range(batch + 1))
             self.cu_query_lens = state.decode_cu_query_lens
-            self._parts = [(_Part(self, list(range(batch)), True), True)]
         else:
             self.host_cu_query_lens = [0, *accumulate(num_new)]
             self.cu_query_lens = torch.tensor(self.host_cu_query_lens, dtype=torch.int32, device=cache.device)
-            self._parts = self._split()
+        if self.is_decode and self._policy is None:
+            self._parts = [(BatchPart(self, list(range(batch)), True), _DECODE)]
+        else:
+            self._parts = self._split([record.in_prompt for record in records])
+        # None where no policy wants to see these tokens. A window counts stored tokens, so it means nothing
+        # where some are gone.
+        self.eviction: EvictionRun | None = None
+        self._refuses_window = any(record.frontier for record in records)
+        if cache.plan.eviction is not None:
+            self._refuses_window = True
+            self.eviction = EvictionRun(cache, cache.plan.eviction, self, records) or None
 
-    def _split(self) -> list[tuple[_Part, bool]]:
-        """The parts that have tokens, each with whether it is of single-token rows."""
-        decode_rows = [row for row, n in enumerate(self.num_new) if n == 1]
-        prefill_rows = [row for row, n in enumerate(self.num_new) if n > 1]
-        whole = not (decode_rows and prefill_rows)  # rows without tokens may stay in either
-        parts = []
-        for rows, is_decode in ((decode_rows, True), (prefill_rows, False)):
-            if rows:
-                parts.append(
-                    (_Part(self, list(range(len(self.num_new))) if whole else rows, whole), is_decode)
-                )
+    def _split(self, in_prompt: list[bool]) -> list[tuple[BatchPart, _Kind]]:
+        """The parts that have tokens."""
+        kinds: dict[_Kind, list[int]] = {kind: [] for kind in _Kind}
+        policy = self._policy
+        for row, n in enumerate(self.num_new):
+            if n and policy is not None and (not in_prompt[row] if policy.per_token else n == 1):
+                kinds[_SELECT].append(row)
+            elif n:  # a prompt of one token is dense like any other, where the policy knows prompts
+                kinds[_DECODE if n == 1 and policy is None else _PREFILL].append(row)
+        whole = sum(map(bool, kinds.values())) == 1  # rows without tokens may stay in any part
+        parts: list[tuple[BatchPart, _Kind]] = []
+        for kind, busy_rows in kinds.items():
+            if busy_rows:
+                rows = list(range(len(self.num_new))) if whole else busy_rows
+                if kind is _SELECT and any(self.num_new[row] > 1 for row in rows):
+                    parts.append((TokenPart(self, rows, whole, self._config), kind))
+                else:
+                    parts.append((BatchPart(self, rows, whole), kind))
         return parts
 
     @property
@@ -279,17 +274,21 @@ class ForwardBatch:
             )
         if not 0 <= layer_idx < len(self._attended):
             raise ValueError(f"layer_idx: expected 0 to {len(self._attended) - 1}, got {layer_idx}")
+        if self._refuses_window and window > 0:
+            raise ValueError(
+                f"window: expected -1 where tokens are evicted, got a sliding window of {window}"
+            )
         group = self._group_of[layer_idx]
         tables = self._state.tables[group]
         pool = self._layers[layer_idx]
         append_tokens(pool, k, v, self.cu_query_lens, tables.seq_lens, tables.page_table)
         parts = self._parts
         out: torch.Tensor | None = None
-        for part, is_decode in parts:
+        for part, kind in parts:
             rows, lengths = part.of_group(group, tables)
             part_q = part.take(q)
-            if is_decode:
-                sparse = layer_idx >= self._dense_layers
+            sparse = layer_idx >= self._dense_layers
+            if kind is _DECODE or (kind is _SELECT and not sparse):
                 part_out, selected_pages, num_selected = attend_decode(
                     part_q, part.cu_query_lens, rows, pool, self._config, sparse, sm_scale, window, softcap
                 )
@@ -299,6 +298,10 @@ class ForwardBatch:
                     )
                 else:
                     self._stats.record_dense(pool, lengths, window)
+            elif kind is _SELECT:
+                part_out = self._attend_selected(
+                    layer_idx, part, rows, lengths, part_q, pool, sm_scale, window, softcap
+                )
             else:
                 part_out, _ = ops.prefill_attention(
                     part_q,
@@ -321,8 +324,68 @@ class ForwardBatch:
                 if out is None:
                     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
                 out[part.tokens] = part_out
+        if self.eviction is not None and out is not None:
+            self.eviction.observe(layer_idx, group, self, tables, q, out, sm_scale)
         self._attended[layer_idx] = 1
         return torch.empty_like(q) if out is None else out
+
+    def _attend_selected(
+        self,
+        layer_idx: int,
+        part: BatchPart,
+        rows: Rows,
+        lengths: tuple[int, ...],
+        q: torch.Tensor,
+        pool: LayerPool,
+        sm_scale: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        """Attention of rows over the pages that the policy selects, stage by stage: score, select, attend."""
+        policy = self._policy
+        assert policy is not None
+        seq_lens, page_table, page_budget, max_page_budget = rows
+        view = TokenRows(
+            layer_idx,
+            q,
+            part.cu_query_lens,
+            seq_lens,
+            page_table,
+            page_budget,
+            max_page_budget,
+            pool,
+            self._config,
+            sm_scale,
+            window,
+        )
+        page_scores = policy.score(view)
+        selected_pages, num_selected = policy.select(view, page_scores)
+        out, _, _ = ops.attend_pages(
+            q,
+            part.cu_query_lens,
+            seq_lens,
+            page_table,
+            pool.k_pages,
+            pool.v_pages,
+            pool.k_scales,
+            pool.v_scales,
+            selected_pages,
+            num_selected,
+            sm_scale,
+            window,
+            softcap,
+        )
+        self._stats.record_sparse(
+            layer_idx,
+            pool,
+            part.sequences,
+            lengths,
+            window,
+            selected_pages,
+            num_selected,
+            scans_summaries=policy.scans_summaries,
+        )
+        return out
 
     def commit(self, *, allow_missing_layers: bool = False) -> None:
         """Advances length and next position of every row by its new tokens. Called once, after the last
@@ -334,15 +397,17 @@ class ForwardBatch:
 
         Raises:
             RuntimeError: the forward is not open, or a layer is missing.
+            OutOfPagesError: the policy evicts tokens, and there are no pages for those that stay; the forward
+                has not happened.
         """
         cache = self._open_cache("commit")
         if not allow_missing_layers and self.num_tokens and not all(self._attended):
             missing = [layer for layer, done in enumerate(self._attended) if not done]
             raise RuntimeError(f"commit: expected every layer to have attended, got none of layers {missing}")
-        if any(self._attended):
-            self._stats.prefill_tokens += sum(n for n in self.num_new if n > 1)
         self._cache = None
         cache.finish_forward(self, committed=True)
+        if any(self._attended):
+            self._stats.prefill_tokens += sum(n for n in self.num_new if n > 1)
 
     def abandon(self) -> None:
         """Closes the forward and gives its pages back; nothing advances. No-op when closed."""

@@ -31,7 +31,8 @@ def copy_sequence(source: PagedKVCache, seq: int, target: PagedKVCache) -> int:
             raise ValueError(f"{name}: expected {expected!r}, as in this cache, got {got!r}")
     handle = target.new_sequence()
     try:
-        forward = target.begin([(handle, source.length(seq))])
+        goes_on = [handle] if source.in_prompt(seq) else []
+        forward = target.begin([(handle, source.length(seq))], prompt_goes_on=goes_on)
         for layer_idx in range(target.num_layers):
             k, v = (part.transpose(0, 1).to(target.device) for part in source.dense(layer_idx, seq))
             group = target.group_of_layer[layer_idx]

@@ -47,6 +47,7 @@ class ReservedBatch:
         self.max_tokens = max_tokens
         self._cache = cache
         self._config = cache.config
+        self._dense_layers = cache.plan.dense_layers
         self._layers = cache.pool.layers
         self._page_tables = [tables[group].page_table for group in cache.group_of_layer]  # by layer
         self._start_lengths = list(tables[0].lengths)  # committed, as of the last sync
@@ -116,7 +117,7 @@ class ReservedBatch:
         page_table = self._page_tables[layer_idx]
         append_tokens(pool, k, v, self.cu_query_lens, self.seq_lens, page_table)
         rows = (self.seq_lens, page_table, self.page_budget, self._max_page_budget)
-        sparse = layer_idx >= self._config.dense_layers
+        sparse = layer_idx >= self._dense_layers
         self._windows[layer_idx] = window
         out, selected_pages, num_selected = attend_decode(
             q, self.cu_query_lens, rows, pool, self._config, sparse, sm_scale, window, softcap
@@ -211,7 +212,7 @@ class ReservedBatch:
         )
         for layer_idx, pool in enumerate(self._layers):
             pages_read, tokens_hidden = None, 0
-            if layer_idx >= self._config.dense_layers:
+            if layer_idx >= self._dense_layers:
                 pages_read = int(self._pages_read[layer_idx])
                 tokens_hidden = int(self._tokens_hidden[layer_idx])
                 self._pages_read[layer_idx].zero_()

@@ -45,6 +45,9 @@ def export_sequences(cache: PagedKVCache, seqs: Sequence[int]) -> bytes:
 
     Returns:
         Bytes for `import_sequences`.
+
+    Raises:
+        ValueError: a sequence has lost tokens to eviction.
     """
     unique: list[dict[int, int]] = [{} for _ in cache.layer_groups]  # page id -> index in the file
     partial: list[dict[int, int]] = [{} for _ in cache.layer_groups]  # index in the file -> tokens in use
@@ -52,6 +55,10 @@ def export_sequences(cache: PagedKVCache, seqs: Sequence[int]) -> bytes:
     entries = []
     for seq in seqs:
         length = cache.length(seq)
+        if length != cache.num_tokens(seq) or any(
+            cache.length(seq, group) != length for group in range(len(cache.layer_groups))
+        ):
+            raise ValueError(f"seqs: expected sequences with all their tokens, got {seq}, which evicted some")
         pages = []
         for group in range(len(cache.layer_groups)):
             page_ids = cache.page_ids(seq, group).tolist()
@@ -93,6 +100,10 @@ def import_sequences(cache: PagedKVCache, data: bytes) -> list[int]:
         ValueError: damaged or foreign data, naming the field; nothing changed.
         OutOfPagesError: nothing changed.
     """
+    if cache.plan.eviction is not None:
+        raise ValueError(
+            f"policy: expected one that evicts nothing, got {cache.policy}, which has not seen the sequences"
+        )
     header, payload = _parse(data)
     for name, expected in _description(cache).items():
         if header.get(name) != expected:

@@ -26,8 +26,8 @@ class CacheStats:
     """Counters of one cache since its creation, `reset()` or `reset_stats()`.
 
     Attributes:
-        sparse_steps: single-token attention calls that went through page selection, one per layer and
-            sequence.
+        sparse_steps: attention calls that went through page selection, one per layer, sequence and token
+            (of forwards of several tokens only where a policy selects pages for each of them).
         dense_steps: single-token attention calls over all pages, one per layer and sequence.
         prefill_tokens: tokens appended by forwards of several tokens per sequence, counted once, not per
             layer.
@@ -40,6 +40,8 @@ class CacheStats:
         kv_bytes_held: bytes of the pages in use now, over the whole pool (K, V, scales, summaries).
         kv_bytes_reserved: bytes of the pool in virtual memory.
         pool_growths: times a layer group was reallocated to hold more pages.
+        tokens_evicted: tokens that a policy or `keep_tokens` has removed, each counted for every layer and kv
+            head that lost it.
         reuse_rate: fraction of the pages read in the last sparse step that the step before had read, mean
             over layers; None before two steps of the same sequences.
         selection_engaged: a sparse step left at least one visible page out.
@@ -57,6 +59,7 @@ class CacheStats:
     kv_bytes_held: int
     kv_bytes_reserved: int
     pool_growths: int
+    tokens_evicted: int
     reuse_rate: float | None
     selection_engaged: bool
 
@@ -100,11 +103,12 @@ class StatsRecorder:
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.sparse_steps = self.dense_steps = self.prefill_tokens = 0
+        self.sparse_steps = self.dense_steps = self.prefill_tokens = self.tokens_evicted = 0
         self._counts = dict.fromkeys(("visible", "scanned", "tokens", "kv_bytes", "summary_bytes"), 0)
-        # (pool, lengths, window, selected_pages or None, num_selected or None): None, None is a dense step.
+        # (pool, lengths, window, selected_pages or None, num_selected or None, summaries read): None, None is
+        # a dense step.
         self._pending: list[
-            tuple[LayerPool, tuple[int, ...], int, torch.Tensor | None, torch.Tensor | None]
+            tuple[LayerPool, tuple[int, ...], int, torch.Tensor | None, torch.Tensor | None, bool]
         ] = []
         # Running sums on their device, by bytes per token: pages read, and tokens in them before a window.
         self._sums: dict[tuple[int, torch.device], tuple[LayerPool, torch.Tensor, torch.Tensor]] = {}
@@ -123,11 +127,14 @@ class StatsRecorder:
         window: int,
         selected_pages: torch.Tensor,
         num_selected: torch.Tensor,
+        *,
+        scans_summaries: bool = True,
     ) -> None:
         """One sparse call: `selected_pages` [rows, heads, budget], `num_selected` [rows, heads]."""
         self.sparse_steps += len(lengths)
         pending = self._pending
-        pending.append((pool, lengths, window, selected_pages if window > 0 else None, num_selected))
+        masked = selected_pages if window > 0 else None
+        pending.append((pool, lengths, window, masked, num_selected, scans_summaries))
         last = self._last
         self._before[layer_idx] = last[layer_idx]
         last[layer_idx] = (sequences, selected_pages)
@@ -139,7 +146,7 @@ class StatsRecorder:
     def record_dense(self, pool: LayerPool, lengths: tuple[int, ...], window: int) -> None:
         """One single-token call over all pages."""
         self.dense_steps += len(lengths)
-        self._pending.append((pool, lengths, window, None, None))
+        self._pending.append((pool, lengths, window, None, None, False))
         if len(self._pending) >= _MAX_PENDING:
             self._fold()
 
@@ -189,6 +196,7 @@ class StatsRecorder:
             kv_bytes_held=kv_bytes_held,
             kv_bytes_reserved=kv_bytes_reserved,
             pool_growths=pool_growths,
+            tokens_evicted=self.tokens_evicted,
             reuse_rate=self._reuse_rate(),
             selection_engaged=self._pages_read < counts["visible"],
         )
@@ -197,7 +205,7 @@ class StatsRecorder:
         """Turns pending steps into sums: host arithmetic for lengths, one device sum for the lists."""
         memo: dict[tuple[int, int, int], _Visible] = {}
         lists: dict[tuple[int, torch.device], tuple[LayerPool, list[torch.Tensor], list[torch.Tensor]]] = {}
-        for pool, lengths, window, selected_pages, num_selected in self._pending:
+        for pool, lengths, window, selected_pages, num_selected, scans_summaries in self._pending:
             key = (id(lengths), pool.page_size, window)  # all layers of a step hand in the same tuple
             visible = memo.get(key)
             if visible is None:
@@ -205,7 +213,7 @@ class StatsRecorder:
             if num_selected is None:
                 self._count_tokens(pool, visible.tokens * pool.num_kv_heads)
                 continue
-            self._count_scan(pool, visible)
+            self._count_scan(pool, visible, scans_summaries)
             self._count_tokens(pool, -visible.missing_in_last * pool.num_kv_heads)
             same = lists.setdefault((pool.kv_bytes_per_token, num_selected.device), (pool, [], []))
             same[1].append(num_selected.reshape(-1))
@@ -221,8 +229,10 @@ class StatsRecorder:
                 pages, hidden = pages + pages_before, hidden + hidden_before
             self._sums[kind] = (pool, pages, hidden)
 
-    def _count_scan(self, pool: LayerPool, visible: _Visible) -> None:
+    def _count_scan(self, pool: LayerPool, visible: _Visible, scans_summaries: bool = True) -> None:
         self._counts["visible"] += visible.pages * pool.num_kv_heads
+        if not scans_summaries:
+            return
         self._counts["scanned"] += visible.sealed_pages * pool.num_kv_heads
         self._counts["summary_bytes"] += visible.sealed_pages * pool.num_kv_heads * pool.summary_bytes
 

@@ -9,7 +9,6 @@ last one, so a forward that raises leaves everything as it was.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,16 +22,10 @@ from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.forward import ForwardBatch, append_tokens
 from tinyserve_ops.hf.layer import TinyServeLayer
-from tinyserve_ops.hf.link import LinkedCache
 from tinyserve_ops.hf.padding import PadRuns, new_tokens
-from tinyserve_ops.hf.support import (
-    cache_argument,
-    fingerprint,
-    max_positions,
-    takes_argument,
-    unwrap_model,
-)
-from tinyserve_ops.reserved import ReservedBatch
+from tinyserve_ops.hf.reserved_decoding import ReservedDecoding
+from tinyserve_ops.hf.support import fingerprint, max_positions
+from tinyserve_ops.policies import EvictionPolicy, Policy, PolicyPlan
 from tinyserve_ops.stats import CacheStats
 
 __all__ = ["ATTENTION_NAME", "MASK_SENTINEL", "MASK_SENTINEL_RESERVED", "TinyServeCache"]
@@ -64,7 +57,7 @@ class _Forward:
     last_layer: int
 
 
-class TinyServeCache(LinkedCache):
+class TinyServeCache(ReservedDecoding):
     """Paged KV cache for `generate(past_key_values=...)`, `generate(cache=...)` and plain forwards of an
     enabled model.
 
@@ -76,26 +69,36 @@ class TinyServeCache(LinkedCache):
         sparse: how decode steps choose pages; default `SparseConfig()`.
         max_tokens: capacity of the pool, summed over rows; default rows x the model's positions (the pool
             grows when needed).
+        policy, layer_groups: as for `PagedKVCache`.
+
+    Attributes:
+        prompt_length: padded positions of a prompt that comes in several forwards, until `reset`. None: the
+            first forward of a row is its prompt. Policies rule over what follows the prompt; `generate` sets
+            it where it cuts a prompt (`prefill_chunk_size`).
     """
 
     def __init__(
-        self, config: Any, sparse: SparseConfig | None = None, *, max_tokens: int | None = None
+        self,
+        config: Any,
+        sparse: SparseConfig | None = None,
+        *,
+        max_tokens: int | None = None,
+        policy: Policy | str | None = None,
+        layer_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        self._on_delete: Callable[[CacheStats], None] | None = None
+        self._kv: PagedKVCache | None = None
         self.config = config.get_text_config(decoder=True)  # the very object the attention modules look at
         self.sparse = sparse if sparse is not None else SparseConfig()
         self.num_layers = int(self.config.num_hidden_layers)
+        self.policy = PolicyPlan.make(policy, self.sparse, self.num_layers).policy
+        self.prompt_length: int | None = None
         self._max_tokens = max_tokens
-        self._on_delete: Callable[[CacheStats], None] | None = None
-        self._kv: PagedKVCache | None = None
+        self._layer_groups = layer_groups
         self._seqs: list[int] = []
         self._pads = PadRuns(0)
         self._forward: _Forward | None = None
-        self._reserve_tokens: int | None = None
-        self._reserved: ReservedBatch | None = None
-        self._reserved_length: torch.Tensor | None = None
         self._is_active = True  # the forward under way attends through us
-        self._reserved_positions = 0  # padded positions of a row that holds the reserved tokens
-        self._step_counted = False  # the coming reserved step was, and has room
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
 
     # What transformers asks ---------------------------------------------------------------------------------
@@ -205,6 +208,7 @@ class TinyServeCache(LinkedCache):
         """Forgets everything and gives all pages back; the next forward may have another batch size."""
         self._suspend()
         self._free_rows()
+        self.prompt_length = None
 
     def _free_rows(self) -> None:
         for seq in self._seqs:
@@ -254,9 +258,9 @@ class TinyServeCache(LinkedCache):
         return tuple(self._seqs)
 
     def stored_lengths(self) -> list[int]:
-        """Real tokens stored of each row."""
+        """Real tokens stored of each row (in the first layer group)."""
         self._sync()
-        return [self._pads.num_stored(row) for row in range(len(self._seqs))]
+        return [self.kv.length(seq) for seq in self._seqs]
 
     def stats(self) -> CacheStats:
         """Counters of the steps taken: see `tinyserve_ops.stats.CacheStats`. RuntimeError before the first
@@ -268,8 +272,14 @@ class TinyServeCache(LinkedCache):
     def dense(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v) of a layer, each [batch, num_kv_heads, length, head_dim] in padded positions, zeros at pads.
         Copies.
+
+        Raises:
+            RuntimeError: there are no tokens, or some were evicted (`kv.dense` and `kv.kept_tokens` tell).
         """
         self._sync()
+        group = 0 if self._kv is None else self._kv.group_of_layer[layer_idx]
+        if any(self.kv.length(seq, group) < self.kv.num_tokens(seq) for seq in self._seqs):
+            raise RuntimeError("TinyServeCache.dense: expected all tokens to be stored, got evicted ones")
         pairs = [self.kv.dense(layer_idx, seq) for seq in self._seqs]
         if not pairs:
             raise RuntimeError("TinyServeCache.dense: expected stored tokens, got an empty cache")
@@ -289,16 +299,33 @@ class TinyServeCache(LinkedCache):
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.dense(layer_idx)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TinyServeCache:
-        """A copy-on-write copy: pages are shared until either side writes to them."""
+    def copy(
+        self, *, sparse: SparseConfig | None = None, policy: Policy | str | None = None
+    ) -> TinyServeCache:
+        """A copy-on-write copy: pages are shared until either side writes to them.
+
+        Args:
+            sparse, policy: of the copy, as for `PagedKVCache.copy`; default the same.
+        """
         self._suspend()
-        new = TinyServeCache(self.config, self.sparse, max_tokens=self._max_tokens)
-        memo[id(self)] = new
+        new = TinyServeCache(
+            self.config,
+            self.sparse if sparse is None else sparse,
+            max_tokens=self._max_tokens,
+            policy=self.policy if policy is None else policy,
+            layer_groups=self._layer_groups,
+        )
+        new.prompt_length = self.prompt_length
         if self._kv is not None:
-            new._kv = copy.deepcopy(self._kv, memo)
+            new._kv = self._kv.copy(config=new.sparse, policy=new.policy)
         new._seqs, new._pads, new._reserve_tokens = list(self._seqs), self._pads.copy(), self._reserve_tokens
         self._resume()
         new._resume()
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TinyServeCache:
+        """As `copy`, with the same config and policy."""
+        memo[id(self)] = new = self.copy()
         return new
 
     def __del__(self) -> None:
@@ -309,117 +336,6 @@ class TinyServeCache(LinkedCache):
 
     def __repr__(self) -> str:
         return f"TinyServeCache(layers={self.num_layers}, rows={len(self._seqs)}, length={self._pads.length})"
-
-    # Reserved (compiled) decoding ---------------------------------------------------------------------------
-
-    def reserve(self, max_tokens: int) -> None:
-        """From now on single-token steps use only torch ops on static tensors, for `torch.compile` and CUDA
-        graphs.
-
-        Call it before or after the prefill. Prefill itself stays eager. New tokens of reserved steps are all
-        taken as real.
-
-        Args:
-            max_tokens: stored tokens of every row in total, prompt included, padding not.
-
-        Raises:
-            OutOfPagesError, ValueError: that much can't be reserved; everything is as before.
-        """
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ValueError(f"max_tokens: expected a positive integer, got {max_tokens!r}")
-        self._suspend()
-        previous, self._reserve_tokens = self._reserve_tokens, max_tokens
-        try:
-            self._resume()
-        except (ValueError, OutOfPagesError):
-            self._reserve_tokens = previous
-            self._resume()
-            raise
-
-    def step_inputs(self, model: Any, tokens: torch.Tensor) -> dict[str, Any]:
-        """Keyword arguments of a reserved step, for `compiled(**cache.step_inputs(model, tokens))`: nothing
-        in them depends on the length in a way that makes the step compile again.
-
-        Args:
-            model: the enabled model (not its compiled form).
-            tokens: int64 [batch, 1].
-
-        Raises:
-            OutOfPagesError: the step doesn't fit into what was reserved. Nothing changed.
-            RuntimeError: nothing is reserved.
-        """
-        if self._reserved is None or self._reserved_length is None:
-            raise RuntimeError("step_inputs: expected reserved decoding (reserve, and a prefill), got none")
-        if tuple(tokens.shape) != (len(self._seqs), 1):
-            raise ValueError(f"tokens: expected shape {[len(self._seqs), 1]}, got {list(tokens.shape)}")
-        self._reserved.check_room()  # always: nothing but this call sees a replayed graph
-        self._step_counted = True
-        inner = unwrap_model(model)
-        values = {
-            "input_ids": tokens,
-            "position_ids": self._reserved.next_positions.unsqueeze(1).clone(),
-            cache_argument(inner): self,
-            "use_cache": True,
-        }
-        if takes_argument(inner, "cache_position"):
-            # Without it these versions make a tensor of a traced length.
-            values["cache_position"] = self._reserved_length.unsqueeze(0).clone()
-        return values
-
-    def release(self) -> None:
-        """Ends `reserve`: lengths are read back and unused pages given back."""
-        self._suspend()
-        self._reserve_tokens = None
-
-    def _sync(self) -> None:
-        """Reads the lengths of reserved steps back to the host."""
-        if self._reserved is not None:
-            try:
-                self._reserved.sync()
-            except RuntimeError:  # said once: steps were run without room, and their tokens are dropped
-                self._suspend()
-                self._resume()
-                raise
-            self._step_counted = False
-            self._take_lengths()
-
-    def _take_lengths(self) -> None:
-        """Counts the reserved steps that all rows took, as read back: a full row stops the batch."""
-        kv = self._paged()
-        before = [self._pads.num_stored(row) for row in range(len(self._seqs))]
-        num_new = min(kv.length(seq) - length for seq, length in zip(self._seqs, before, strict=True))
-        for seq, length in zip(self._seqs, before, strict=True):
-            if kv.length(seq) > length + num_new:
-                kv.crop(seq, length + num_new)
-        self._pads.append(num_new, None)
-
-    def _count_step(self) -> None:
-        """Makes sure, once for each reserved step, that it has room."""
-        if not self._step_counted and self._reserved is not None:
-            self._reserved.check_room()
-            self._step_counted = True
-
-    def _suspend(self) -> None:
-        """Makes the sequences ordinary again, as every change of rows or lengths needs; drops an unfinished
-        forward.
-        """
-        self._abandon()
-        reserved, self._reserved = self._reserved, None
-        if reserved is not None:
-            self._reserved_length, self._step_counted = None, False
-            reserved.release()
-            self._take_lengths()
-
-    def _resume(self) -> None:
-        """Reserves again after `_suspend`, where reserved decoding was asked for and there is something to
-        decode.
-        """
-        if self._reserve_tokens is not None and self._seqs and self._pads.length:
-            self._reserved = self._paged().reserve(self._seqs, self._reserve_tokens)
-            longest = max(self._pads.num_stored(row) for row in range(len(self._seqs)))
-            self._reserved_positions = self._reserve_tokens + self._pads.length - longest
-            with torch.inference_mode(False):  # or it could not be advanced from normal mode
-                self._reserved_length = torch.tensor(self._pads.length, device=self._paged().device)
 
     # What the attention function asks -----------------------------------------------------------------------
 
@@ -459,30 +375,6 @@ class TinyServeCache(LinkedCache):
         if layer_idx == self.num_layers - 1:
             self._commit()
         return out.view(batch_size, num_new, num_heads, out.size(2))
-
-    def _attend_reserved(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sm_scale: float,
-        window: int,
-    ) -> torch.Tensor:
-        reserved = self._reserved
-        assert reserved is not None
-        if layer_idx == 0 and not torch.compiler.is_compiling():
-            self._count_step()
-        out = reserved.attend(layer_idx, query[:, :, 0], key[:, :, 0], value[:, :, 0], sm_scale, window)
-        if layer_idx == self.num_layers - 1:
-            reserved.advance()
-            self._reserved_length.add_(1)  # type: ignore[union-attr]
-            self._step_counted = False  # written and never read while traced: nothing to guard on
-        return out.unsqueeze(1)
-
-    def _paged(self) -> PagedKVCache:
-        assert self._kv is not None
-        return self._kv
 
     def _forward_at(
         self,
@@ -524,7 +416,7 @@ class TinyServeCache(LinkedCache):
             self._seqs, self._pads = [self._kv.new_sequence() for _ in range(batch_size)], pads
         rows = [(seq, count) for seq, count in zip(self._seqs, counts, strict=True) if count]
         try:
-            batch = self._kv.begin(rows) if rows else None
+            batch = self._kv.begin(rows, prompt_goes_on=self._in_prompt(rows, num_new)) if rows else None
         except (ValueError, OutOfPagesError):
             if fresh:
                 self._free_rows()
@@ -532,12 +424,22 @@ class TinyServeCache(LinkedCache):
         self._forward = _Forward(num_new, valid, index, batch, -1)
         return self._forward
 
+    def _in_prompt(self, rows: list[tuple[int, int]], num_new: int) -> list[int]:
+        """Sequences whose prompt does not end with a forward of `num_new` padded positions."""
+        if self.prompt_length is None or self._pads.length + num_new >= self.prompt_length:
+            return []
+        return [seq for seq, _ in rows if self._paged().in_prompt(seq)]
+
     def _commit(self, *, allow_missing_layers: bool = False) -> None:
         forward, self._forward = self._forward, None
         assert forward is not None
         before = self._pads.length
         if forward.batch is not None:
-            forward.batch.commit(allow_missing_layers=allow_missing_layers)
+            try:
+                forward.batch.commit(allow_missing_layers=allow_missing_layers)
+            except (ValueError, OutOfPagesError):  # no room for what a policy keeps: nothing has happened
+                self._drop_rows_of_a_failed_start()
+                raise
         self._pads.append(forward.num_new, forward.valid)
         try:
             self._resume()
@@ -590,18 +492,25 @@ class TinyServeCache(LinkedCache):
             device=key.device,
             max_tokens=max_tokens,
             fingerprint=fingerprint(self.config),
+            policy=self.policy,
+            layer_groups=self._layer_groups,
         )
 
     def _update_for_other_attention(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(self.policy, EvictionPolicy):
+            raise ValueError(
+                f"attn_implementation: expected {ATTENTION_NAME!r} with policy {self.policy.name} "
+                f"(call enable), got {self.config._attn_implementation!r}"
+            )
         forward = self._forward_at(layer_idx, None, key, self._all_real(key) if self._pads else None)
         batch = forward.batch
         assert batch is not None
         past = self.dense(layer_idx)
-        pool = self.kv.pool.layers[layer_idx]
+        pool, group = self.kv.pool.layers[layer_idx], self.kv.group_of_layer[layer_idx]
         packed = (_pack(key, None), _pack(value, None))
-        append_tokens(pool, *packed, batch.cu_query_lens, batch.seq_lens(), batch.page_table())
+        append_tokens(pool, *packed, batch.cu_query_lens, batch.seq_lens(group), batch.page_table(group))
         if layer_idx == self.num_layers - 1:
             self._commit(allow_missing_layers=True)  # attended elsewhere
         return torch.cat([past[0].to(key.dtype), key], dim=2), torch.cat(

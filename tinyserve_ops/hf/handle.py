@@ -19,11 +19,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from tinyserve_ops import policies
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.hf.attention import register, reset_dense_warning
 from tinyserve_ops.hf.cache import ATTENTION_NAME, TinyServeCache
 from tinyserve_ops.hf.packed import PackedBatch
 from tinyserve_ops.hf.support import cache_argument, check_model, check_positions, max_positions, unwrap_model
+from tinyserve_ops.policies import Policy
 from tinyserve_ops.stats import CacheStats
 
 __all__ = ["Handle", "disable", "enable"]
@@ -41,11 +43,12 @@ class Handle:
     """What `enable` returns: makes caches, reads their counters, and undoes the switch. A context manager.
 
     Attributes:
-        config: the `SparseConfig` of caches made through this handle.
+        config, policy: the `SparseConfig` and the policy of caches made through this handle.
     """
 
-    def __init__(self, model: PreTrainedModel, config: SparseConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: SparseConfig, policy: Policy | None) -> None:
         self.config = config
+        self.policy = policy
         self._model = weakref.ref(model)  # a strong one would keep every enabled model alive
         self._previous = model.config._attn_implementation
         self._num_caches = 0
@@ -76,7 +79,7 @@ class Handle:
         Args:
             max_tokens: capacity summed over rows; default rows x the model's positions.
         """
-        cache = TinyServeCache(self.model.config, self.config, max_tokens=max_tokens)
+        cache = TinyServeCache(self.model.config, self.config, max_tokens=max_tokens, policy=self.policy)
         self._num_caches += 1
         cache._on_delete = functools.partial(self._keep_stats, self._num_caches)
         self._last_cache, self._last_stats = weakref.ref(cache), None
@@ -119,13 +122,17 @@ class Handle:
         self.disable()
 
 
-def enable(model: Any, config: SparseConfig | None = None, **keywords: Any) -> Handle:
+def enable(
+    model: Any, config: SparseConfig | None = None, *, policy: Policy | str | None = None, **keywords: Any
+) -> Handle:
     """Switches a transformers model to sparse attention over a paged KV cache. `model.generate(...)` then
     works as before.
 
     Args:
         model: a decoder-only transformers model; wrappers of PEFT and torch.compile are looked through.
         config: a `SparseConfig`; or give its fields as keywords (`token_budget=2048, page_size=16, ...`).
+        policy: which keys and values are left out, a `tinyserve_ops.policies.Policy` or its name; None is the
+            query-aware selection of the config.
 
     Returns:
         A `Handle`; call `disable()` on it or use it as a context manager.
@@ -133,7 +140,7 @@ def enable(model: Any, config: SparseConfig | None = None, **keywords: Any) -> H
     Raises:
         ValueError: the model is enabled already, or has an option that attention here would not honour, by
             name.
-        TypeError: both `config` and keywords, or not a transformers model.
+        TypeError: both `config` and keywords, not a policy, or not a transformers model.
 
     Mutates the model's `config._attn_implementation`; nothing is written by `save_pretrained`.
     """
@@ -144,6 +151,9 @@ def enable(model: Any, config: SparseConfig | None = None, **keywords: Any) -> H
     if config is not None and not isinstance(config, SparseConfig):
         raise TypeError(f"config: expected a SparseConfig, got {type(config).__name__}")
     sparse = config if config is not None else SparseConfig(**keywords)
+    policy = policies.resolve(policy)
+    if policy is not None:
+        policy.check(sparse)
     inner = unwrap_model(model)
     with _lock:
         if inner in _handles:
@@ -153,7 +163,7 @@ def enable(model: Any, config: SparseConfig | None = None, **keywords: Any) -> H
             )
         check_model(inner)
         register()
-        handle = Handle(inner, sparse)
+        handle = Handle(inner, sparse, policy)
         inner.set_attn_implementation(ATTENTION_NAME)
         handle._hook = inner.register_forward_pre_hook(_check_forward, with_kwargs=True)
         handle._finalizer = weakref.finalize(inner, _remove_hook_when_unused)
@@ -232,14 +242,25 @@ def _prepare_cache(
         ):
             check_positions(self.config, int(mask.sum(dim=1).max()), num_new=mask.size(1))
         name = cache_argument(self)
+        given = model_kwargs.get(name)
         if (
-            model_kwargs.get(name) is None
+            given is None
             and generation_config.use_cache is not False
             and generation_config.cache_implementation in _DEFAULT_CACHES
         ):
-            model_kwargs[name] = handle.new_cache()
+            given = model_kwargs[name] = handle.new_cache()
+            _announce_prompt(given, mask, generation_config)
             return None
+        if isinstance(given, TinyServeCache):
+            _announce_prompt(given, mask, generation_config)
     return original(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _announce_prompt(cache: TinyServeCache, mask: torch.Tensor | None, generation_config: Any) -> None:
+    """Tells an empty cache that its prompt will come in pieces."""
+    chunked = getattr(generation_config, "prefill_chunk_size", None) is not None
+    if chunked and mask is not None and mask.dim() == 2 and not cache.sequences:
+        cache.prompt_length = mask.size(1)
 
 
 # The check of positions -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ model raised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,18 +28,25 @@ from tinyserve_ops.hf.support import (
     takes_argument,
     unwrap_model,
 )
+from tinyserve_ops.policies import Policy
 
 __all__ = ["PackedBatch", "new_paged_cache"]
 
 
 def new_paged_cache(
-    model: Any, sparse: SparseConfig | None = None, *, max_tokens: int | None = None
+    model: Any,
+    sparse: SparseConfig | None = None,
+    *,
+    max_tokens: int | None = None,
+    policy: Policy | str | None = None,
+    layer_groups: Sequence[Sequence[int]] | None = None,
 ) -> PagedKVCache:
     """A `PagedKVCache` of the shape, dtype and device of `model`.
 
     Args:
         sparse: how decode steps choose pages; default `SparseConfig()`.
         max_tokens: capacity, summed over sequences; default the model's positions.
+        policy, layer_groups: as for `PagedKVCache`.
     """
     inner = unwrap_model(model)
     config = inner.config.get_text_config(decoder=True)
@@ -53,6 +60,8 @@ def new_paged_cache(
         device=inner.device,
         max_tokens=max_tokens if max_tokens is not None else max_positions(config),
         fingerprint=fingerprint(config),
+        policy=policy,
+        layer_groups=layer_groups,
     )
 
 
@@ -103,11 +112,15 @@ class PackedBatch(LinkedCache):
         self._keeps_logits = takes_argument(inner, "logits_to_keep")
         super().__init__(layers=[TinyServeLayer(self) for _ in range(self.num_layers)])
 
-    def inputs(self, rows: Iterable[tuple[int, Sequence[int]]]) -> dict[str, Any]:
+    def inputs(
+        self, rows: Iterable[tuple[int, Sequence[int]]], *, prompt_goes_on: Collection[int] = ()
+    ) -> dict[str, Any]:
         """Opens a forward and returns the keyword arguments of the model's call.
 
         Args:
             rows: (sequence, its new token ids), at least one token each; a sequence may come once.
+            prompt_goes_on: sequences whose prompt is not complete with this forward (see
+                `PagedKVCache.begin`).
 
         Returns:
             input_ids and position_ids [1, total], the cache, `use_cache`, and `logits_to_keep` (the last
@@ -122,7 +135,8 @@ class PackedBatch(LinkedCache):
             raise ValueError("rows: expected at least one row, each with at least one token, got none")
         for seq, tokens in listed:
             check_positions(self.config, self.kv.next_position(seq) + len(tokens), num_new=len(tokens))
-        self.batch = self.kv.begin([(seq, len(tokens)) for seq, tokens in listed])
+        batch = [(seq, len(tokens)) for seq, tokens in listed]
+        self.batch = self.kv.begin(batch, prompt_goes_on=prompt_goes_on)
         self._last = self.batch.last_token_indices()
         device = self.batch.cu_query_lens.device
         values: dict[str, Any] = {
