@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tinyserve.eval.samples import Output, Sample
 from tinyserve_ops import SparseConfig
@@ -21,26 +21,37 @@ NUM_LAYERS = 3
 SMALL = SparseConfig(page_size=8, token_budget=48, dense_layers=1)
 
 
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "attn_implementation": "sdpa",
+}
+
+
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
     """A random Llama with grouped kv heads, whose weights are spread so that its attention is not flat."""
     torch.manual_seed(seed)
-    values: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "eos_token_id": None,
-        "attn_implementation": "sdpa",
-    }
-    model = LlamaForCausalLM(LlamaConfig(**{**values, **changes})).eval()
+    return _spread(LlamaForCausalLM(LlamaConfig(**{**_SIZES, **changes})).eval()).to(dtype)
+
+
+def tiny_mistral(window: int) -> MistralForCausalLM:
+    """The same with a sliding window."""
+    torch.manual_seed(0)
+    return _spread(MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=window)).eval())
+
+
+def _spread(model: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)
-    return model.to(dtype)
+    return model
 
 
 class NumberTokenizer:

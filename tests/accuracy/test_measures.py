@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lab import NUM_LAYERS, SMALL, NumberTokenizer, ScoreTask, only_sample, tiny_model
+from lab import NUM_LAYERS, SMALL, NumberTokenizer, ScoreTask, only_sample, tiny_mistral, tiny_model
 
+import tinyserve_ops
 from tinyserve.eval.measures import StepMeasures, mass_of_best, mean_measures
 from tinyserve.eval.methods import Method
 from tinyserve.eval.runner import MethodRun, Runner
+from tinyserve_ops import policies
+from tinyserve_ops.hf.support import cache_argument
 
 PAGE = SMALL.page_size
 # Only the last layer selects, so its first query is the one of dense attention.
@@ -28,14 +31,18 @@ def run_of(method: Method, measured_steps: int = 64) -> MethodRun:
     return run
 
 
-def true_page_mass() -> np.ndarray:
-    """Mass of every page for the first step's token in the last layer, [num_kv_heads, pages]."""
+def true_token_mass() -> np.ndarray:
+    """Attention to every token of the first step's token in the last layer, [num_kv_heads, tokens]."""
     model = tiny_model(attn_implementation="eager")
     ids = only_sample(ScoreTask(), NUM_TOKENS).prompt_ids
     with torch.no_grad():
         attentions = model(torch.tensor([ids]), output_attentions=True).attentions[-1]
-    mass = attentions[0, :, -1].double().unflatten(1, (-1, PAGE)).sum(2)  # [num_heads, pages]
-    return mass.unflatten(0, (2, 2)).mean(1).numpy()
+    return attentions[0, :, -1].double().unflatten(0, (2, 2)).mean(1).numpy()
+
+
+def true_page_mass() -> np.ndarray:
+    """The same of every page, [num_kv_heads, pages]."""
+    return true_token_mass().reshape(2, -1, PAGE).sum(2)
 
 
 def test_recall_and_hit_rate_agree_with_the_attention_of_the_unpatched_model() -> None:
@@ -58,8 +65,7 @@ def test_reuse_compares_with_the_step_before_of_the_same_text() -> None:
     run = run_of(LAST_LAYER)
     lists = [step[NUM_LAYERS - 1][0].tolist() for step in run.selections]
     assert run.steps[0].reuse_rate is None
-    assert run.steps[1].reuse_rate is None  # the first token of a continuation: another sequence
-    for before, now, measured in zip(lists[1:], lists[2:], run.steps[2:], strict=False):
+    for before, now, measured in zip(lists, lists[1:], run.steps[1:], strict=False):
         shares = [len(set(a) & set(b) - {-1}) / len(set(b) - {-1}) for a, b in zip(before, now, strict=True)]
         assert measured.reuse_rate == pytest.approx(np.mean(shares))
 
@@ -95,6 +101,63 @@ def test_no_selection_keeps_more_mass_than_the_best_pages() -> None:
                 assert step.oracle_recall is not None
                 assert step.recall <= step.oracle_recall + 1e-6
                 assert step.oracle_recall <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "h2o"])
+def test_recall_of_an_eviction_is_the_mass_of_the_tokens_that_stayed(name: str) -> None:
+    method = Method(policy=policies.get(name), config=LAST_LAYER.config)
+    run = run_of(method)
+    ids = only_sample(ScoreTask(), NUM_TOKENS).prompt_ids
+    model = tiny_model()
+    with tinyserve_ops.enable(model, method.config, policy=method.policy) as handle:
+        cache = handle.new_cache()
+        with torch.no_grad():
+            model(torch.tensor([ids[:-1]]), **{cache_argument(model): cache}, use_cache=True)
+        kept = cache.kv.kept_tokens(NUM_LAYERS - 1, cache.sequences[0])
+    recall = []
+    for head, tokens in enumerate(kept.tolist()):
+        assert len(tokens) == SMALL.token_budget
+        recall.append(true_token_mass()[head][[*tokens, NUM_TOKENS - 1]].sum())
+    assert run.steps[0].recall == pytest.approx(np.mean(recall), abs=1e-4)
+    best_pages = -np.sort(-true_page_mass(), axis=1)[:, : 48 // PAGE + 1]
+    assert run.steps[0].oracle_recall == pytest.approx(best_pages.sum(1).mean(), abs=1e-4)
+    assert (run.steps[0].hit_rate, run.steps[1].reuse_rate) == (None, None)
+    assert len(run.steps) == run.scored_tokens
+    assert all(step.recall is not None and 0 < step.recall < 1 for step in run.steps)
+
+
+def test_the_oracle_misses_at_most_what_its_forced_pages_push_out() -> None:
+    config = LAST_LAYER.config.replace(num_sink_pages=0, num_recent_pages=1)
+    for step in run_of(Method(policy=policies.get("oracle"), config=config)).steps:
+        assert step.hit_rate is not None
+        assert step.hit_rate > 0.83  # of 48 tokens in pages of 8, one page is forced
+        assert step.summary_bytes == 0
+
+
+def test_no_scorer_beats_the_oracle_at_the_same_query() -> None:
+    oracle = run_of(Method(policy=policies.get("oracle"), config=LAST_LAYER.config)).steps[0].recall
+    assert oracle is not None
+    for scorer in ("bounds", "mean", "low_rank"):
+        recall = run_of(Method(config=LAST_LAYER.config.replace(scorer=scorer))).steps[0].recall
+        assert recall is not None
+        assert recall <= oracle + 1e-6
+
+
+@pytest.mark.parametrize("window", [40, 64, 100])
+def test_a_sliding_window_hides_the_pages_before_it(window: int) -> None:
+    model = tiny_mistral(window)
+    sample = only_sample(ScoreTask(), NUM_TOKENS)
+    config = SMALL.replace(token_budget=24, dense_layers=0)
+    wide = config.replace(token_budget=512)
+    with Runner(model, NumberTokenizer()) as runner:
+        for run in runner.run(sample, [Method(config=config), Method(config=wide)]):
+            assert isinstance(run, MethodRun), run.error
+            for step in run.steps:
+                assert step.recall is not None
+                assert step.oracle_recall is not None
+                assert step.recall <= step.oracle_recall + 1e-5
+                if run.method.config == wide:
+                    assert step.recall == pytest.approx(1.0, abs=1e-4)
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,12 +27,14 @@ from tinyserve.eval.guards import GuardError
 from tinyserve.eval.methods import Method, full_cache
 from tinyserve.eval.runner import Failure, MethodRun, Runner
 from tinyserve.eval.samples import Output, Sample
-from tinyserve_ops import SparseConfig
+from tinyserve_ops import SparseConfig, policies
 from tinyserve_ops.hf.support import cache_argument
 
 FULL = full_cache(SMALL)
 SPARSE = Method(config=SMALL)
 COVERING = Method(config=SMALL.replace(token_budget=4096))
+LOW_RANK = SMALL.replace(scorer="low_rank")
+EVERY_POLICY = [Method(policy=policies.get(name), config=LOW_RANK) for name in policies.names()]
 
 
 @pytest.fixture
@@ -136,8 +139,8 @@ def test_a_budget_that_covers_everything_gives_the_dense_output_bit_for_bit(runn
     for task in (GenerateTask(), ScoreTask()):
         runs = run_all(runner, only_sample(task), FULL, COVERING, SPARSE)
         assert runs[FULL].output == runs[COVERING].output
-        assert not runs[COVERING].selection_engaged
-        assert runs[SPARSE].selection_engaged
+        assert not runs[COVERING].engaged
+        assert runs[SPARSE].engaged
 
 
 def test_three_ops_in_a_row_give_what_the_fused_one_gives(runner: Runner) -> None:
@@ -159,10 +162,19 @@ def test_all_tokens_behind_the_dense_ones_are_sparse_steps(runner: Runner, num_d
         continuations=((1,), (2, 3, 4, 5)),
     )
     run = run_all(runner, sample, SPARSE)[SPARSE]
-    assert run.num_dense == num_dense
-    assert run.scored_tokens == 5 + 0 + 3 + 2  # the last token of each text is not fed
+    assert run.num_dense == max(num_dense, 1)  # a first token attends to itself in any case
+    fed = 5 + num_dense - run.num_dense
+    assert run.scored_tokens == fed + 0 + 3 + 2  # the last token of each text is not fed
     assert run.sparse_share == 1.0
     assert len(run.steps) == run.scored_tokens
+
+
+def test_a_prompt_of_one_token_has_nothing_to_feed_before_what_follows(runner: Runner) -> None:
+    sample = Sample(sample_id="x", prompt_ids=(5,), num_dense=0, continuations=((1,),))
+    for method, run in run_all(runner, sample, *EVERY_POLICY).items():
+        assert (run.num_dense, run.scored_tokens, run.sparse_share, run.step_ms) == (1, 0, None, None), method
+    expected = unpatched_output(tiny_model(), sample)
+    assert_near(run_all(runner, sample, SPARSE)[SPARSE].output.logprobs, expected.logprobs, 1e-3)
 
 
 def test_a_method_whose_layers_are_all_dense_has_no_share_of_sparse_steps(runner: Runner) -> None:
@@ -266,3 +278,71 @@ def test_a_full_cache_unlike_the_unpatched_model_stops_the_run(
     )
     with pytest.raises(GuardError, match="against the unpatched model"):
         runner.check_dense(sample)
+
+
+# ---- policies ----------------------------------------------------------------------------------------------
+
+
+def by_enable(model: Any, sample: Sample, method: Method) -> list[list[float]]:
+    """The first continuation by `enable` with the policy: the prompt whole and dense, then token by token."""
+    twin, prompt = copy.deepcopy(model), sample.prompt_ids
+    num_dense = sample.num_dense if method.eviction is None else len(prompt) - 1
+    name = cache_argument(model)
+    with tinyserve_ops.enable(twin, method.config, policy=method.policy) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        twin(torch.tensor([prompt[:num_dense]]), **{name: cache}, use_cache=True)
+        scored = []
+        for token, following in itertools.pairwise((*prompt[num_dense:], *sample.continuations[0])):
+            logits = twin(torch.tensor([[token]]), **{name: cache}, use_cache=True).logits[0, -1]
+            scored.append(float(logits.log_softmax(-1)[following]))
+    return [scored[len(prompt) - num_dense - 1 :]]
+
+
+def long_question(task: Any, num_tokens: int, num_dense: int) -> Sample:
+    """The sample of a task with another dense part, so that a question of some tokens is left."""
+    return Sample(**{**vars(only_sample(task, num_tokens)), "num_dense": num_dense})
+
+
+@pytest.mark.parametrize("method", EVERY_POLICY, ids=policies.names())
+@pytest.mark.parametrize(("num_tokens", "num_dense"), [(120, 100), (120, 60), (300, 270), (40, 12)])
+def test_every_policy_gives_what_enable_gives(
+    model: Any, runner: Runner, method: Method, num_tokens: int, num_dense: int
+) -> None:
+    sample = long_question(ScoreTask(), num_tokens, num_dense)
+    expected = by_enable(model, sample, method)
+    for methods in ((method,), (FULL, *EVERY_POLICY)):
+        run = run_all(runner, sample, *methods)[method]
+        assert_near(run.output.logprobs[:1], expected, 2e-4)
+    if num_tokens > 100:
+        assert run.engaged == (method.policy.name != "full_cache")
+
+
+@pytest.mark.parametrize("method", EVERY_POLICY, ids=policies.names())
+def test_every_policy_is_dense_when_the_budget_covers_everything(runner: Runner, method: Method) -> None:
+    policy = (
+        policies.get("soft_prune", threshold=0.0) if method.policy.name == "soft_prune" else method.policy
+    )
+    covering = Method(policy=policy, config=LOW_RANK.replace(token_budget=1024))
+    sample = long_question(ScoreTask(), 120, 90)
+    runs = run_all(runner, sample, FULL, covering)
+    assert_near(runs[covering].output.logprobs, runs[FULL].output.logprobs, 1e-3)
+    assert not runs[covering].engaged
+
+
+def test_policies_that_evict_know_the_question_and_hold_fewer_bytes(runner: Runner) -> None:
+    sample = long_question(ScoreTask(), 300, 260)
+    runs = run_all(runner, sample, *EVERY_POLICY)
+    for method, run in runs.items():
+        evicts = method.eviction is not None
+        assert run.num_dense == (299 if evicts else 260)
+        # One dense layer of three keeps everything.
+        assert (run.kv_bytes_held < 0.6 * runs[EVERY_POLICY[0]].kv_bytes_held) == evicts
+
+
+def test_a_policy_that_does_not_evict_stops_the_run(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyserve_ops.policies.SnapKV.budget", lambda *arguments: 10_000)
+    method = Method(policy=policies.get("snapkv"), config=SMALL)
+    results = runner.run(only_sample(ScoreTask()), [method])
+    assert isinstance(next(results), Failure)
+    with pytest.raises(GuardError, match="expected evictions from a prompt of 119 tokens, got none"):
+        next(results)

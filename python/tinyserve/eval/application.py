@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from tinyserve.eval import tasks as task_registry
 from tinyserve.eval.evaluate import evaluate
 from tinyserve.eval.guards import GuardError
 from tinyserve.eval.maps import SelectionMaps
-from tinyserve.eval.methods import Method, grid
+from tinyserve.eval.methods import Method, grid, named_policy, with_options
 from tinyserve.eval.plots import plot_sweep
 from tinyserve.eval.results import Record, ResultFile, model_sha256
 from tinyserve.eval.rows import Row, make_rows
@@ -27,6 +26,7 @@ from tinyserve.eval.sweeps import PRESETS, preset
 from tinyserve.eval.tables import markdown, write_csv, write_markdown
 from tinyserve.models import DISPLAY_NAME, load_model, smollm2_folder
 from tinyserve_ops import SparseConfig
+from tinyserve_ops.policies import Policy
 
 __all__ = ["run_eval", "run_sweep"]
 
@@ -39,7 +39,7 @@ def run_eval(options: argparse.Namespace) -> None:
         width = max(map(len, task_registry.names()))
         print("\n".join(f"{name:{width}}  {task_registry.about(name)}" for name in task_registry.names()))
         return
-    run = _Run(options, options.tasks, grid(options.policy, _configs(options)), options.output)
+    run = _Run(options, options.tasks, grid(_policies(options), _configs(options)), options.output)
     run.evaluate()
     rows = run.rows(run.records(run.methods))
     _write_tables(rows, options.output.with_suffix(""), "Evaluation")
@@ -72,7 +72,7 @@ class _Run:
         self, options: argparse.Namespace, tasks: Sequence[str], methods: Sequence[Method], output: Path
     ) -> None:
         self.options = options
-        self._task_options = dict(map(_task_options, tasks))
+        self._task_options = dict(map(with_options, tasks))
         self.tasks = [task_registry.get(name, **chosen) for name, chosen in self._task_options.items()]
         self.methods = methods
         self._results = ResultFile(output)
@@ -141,19 +141,8 @@ def _write_tables(rows: Sequence[Row], stem: Path, title: str) -> None:
     write_csv(rows, stem.with_suffix(".csv"))
 
 
-def _task_options(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of `NAME` or `NAME:OPTION=VALUE,...`; a value that is JSON means what it says."""
-    name, _, rest = text.partition(":")
-    options = {}
-    for pair in filter(None, rest.split(",")):
-        option, is_there, value = pair.partition("=")
-        if not is_there:
-            raise UsageError(f"{name}: expected options as OPTION=VALUE, got {pair!r}")
-        try:
-            options[option] = json.loads(value)
-        except ValueError:
-            options[option] = value
-    return name, options
+def _policies(options: argparse.Namespace) -> list[Policy]:
+    return [named_policy(text) for text in options.policy]
 
 
 def _configs(options: argparse.Namespace) -> list[SparseConfig]:

@@ -20,7 +20,7 @@ __all__ = ["EvalBatch", "LayerProbe"]
 
 
 class LayerProbe(Protocol):
-    """Looks at the layers of single-token steps."""
+    """Looks at the layers of forwards of one sequence."""
 
     def observe(
         self,
@@ -32,7 +32,9 @@ class LayerProbe(Protocol):
         sm_scale: float,
         window: int,
     ) -> None:
-        """`q` [1, num_heads, head_dim], `k` and `v` [1, num_kv_heads, head_dim], stored already."""
+        """`q` [tokens, num_heads, head_dim], `k` and `v` [tokens, num_kv_heads, head_dim]; stored and
+        attended already.
+        """
         ...
 
 
@@ -40,7 +42,7 @@ class EvalBatch(PackedBatch):
     """The forwards of one sequence at a time.
 
     Attributes:
-        probe: sees every layer of the single-token forwards while it is not None.
+        probe: sees every layer of every forward while it is not None.
         probe_seconds: what the probe took, in all.
     """
 
@@ -50,9 +52,10 @@ class EvalBatch(PackedBatch):
         self.probe: LayerProbe | None = None
         self.probe_seconds = 0.0
 
-    def feed(self, seq: int, token_ids: Sequence[int]) -> torch.Tensor:
+    def feed(self, seq: int, token_ids: Sequence[int], *, prompt_goes_on: bool = False) -> torch.Tensor:
         """Appends tokens to a sequence in one forward; fp32 logits [vocabulary] behind the last of them."""
-        return self.last_logits(self._model(**self.inputs([(seq, token_ids)])))[0].float()
+        inputs = self.inputs([(seq, token_ids)], prompt_goes_on=[seq] if prompt_goes_on else [])
+        return self.last_logits(self._model(**inputs))[0].float()
 
     def attend(
         self,
@@ -66,7 +69,7 @@ class EvalBatch(PackedBatch):
     ) -> torch.Tensor:
         """As `PackedBatch.attend`; then the probe looks."""
         out = super().attend(layer_idx, query, key, value, attention_mask, sm_scale, window)
-        if self.probe is not None and self._current().is_decode:
+        if self.probe is not None:
             started = time.perf_counter()
             q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
             self.probe.observe(self._current(), layer_idx, q, k, v, sm_scale, window)

@@ -26,7 +26,13 @@ def add_evaluation(commands: argparse._SubParsersAction[Any]) -> None:
     text = "what to run, as NAME or NAME:OPTION=VALUE,...; 'list' names all"
     evaluation.add_argument("tasks", nargs="+", metavar="TASK", help=text)
     add = evaluation.add_argument
-    add("--policy", nargs="+", default=["full_cache", "query_aware"], metavar="NAME", help="(%(default)s)")
+    add(
+        "--policy",
+        nargs="+",
+        default=["full_cache", "query_aware"],
+        metavar="NAME",
+        help="as NAME or NAME:OPTION=VALUE,... (%(default)s)",
+    )
     budget = evaluation.add_mutually_exclusive_group()
     text = f"tokens a step may read per layer and kv head ({_DEFAULT_BUDGET})"
     budget.add_argument("--budget", nargs="+", type=integer(1), metavar="TOKENS", help=text)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tinyserve.eval.methods import Method
 from tinyserve.eval.samples import Output
 
 if TYPE_CHECKING:
-    from tinyserve_ops import CacheStats
+    from tinyserve_ops import PagedKVCache
 
-__all__ = ["GuardError", "check_equal", "check_logprobs", "check_sparse", "tolerance_of"]
+__all__ = ["GuardError", "check_equal", "check_logprobs", "check_steps", "tolerance_of"]
 
 # Natural-log probabilities that come out of the same arithmetic in another order. Wrong positions, masks or
 # keys show as whole units.
@@ -30,25 +31,34 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, 5e-3)
 
 
-def check_sparse(
-    label: str, stats: CacheStats, *, num_steps: int, num_layers: int, dense_layers: int
-) -> float | None:
+def check_steps(method: Method, kv: PagedKVCache, *, num_steps: int, num_prompt: int) -> float | None:
     """`sparse_steps / scored_tokens` per layer that selects pages: 1.0, or None where no layer does.
 
     Args:
+        kv: the method's cache, whose counters are all of this sample.
         num_steps: tokens that were fed one at a time.
+        num_prompt: tokens before them.
 
     Raises:
-        GuardError: a token went another way.
+        GuardError: a token went another way, or nothing was evicted of a prompt beyond the budget.
     """
-    sparse_layers = max(num_layers - dense_layers, 0)
-    expected = (num_steps * sparse_layers, num_steps * (num_layers - sparse_layers))
+    stats = kv.stats()
+    sparse_layers = max(kv.num_layers - kv.plan.dense_layers, 0)
+    expected = (num_steps * sparse_layers, num_steps * (kv.num_layers - sparse_layers))
     got = (stats.sparse_steps, stats.dense_steps)
     if got != expected:
         raise GuardError(
-            f"{label}: expected {expected[0]} sparse and {expected[1]} dense attention steps for {num_steps} "
-            f"tokens, got {got[0]} and {got[1]}"
+            f"{method.label}: expected {expected[0]} sparse and {expected[1]} dense attention steps for "
+            f"{num_steps} tokens, got {got[0]} and {got[1]}"
         )
+    if method.eviction is not None and kv.num_layers > method.config.dense_layers:
+        beyond = num_prompt - method.budget_tokens(num_prompt)
+        if (
+            beyond > kv.num_layers and not stats.tokens_evicted
+        ):  # budgets of single layers may differ a little
+            raise GuardError(
+                f"{method.label}: expected evictions from a prompt of {num_prompt} tokens, got none"
+            )
     return stats.sparse_steps / (num_steps * sparse_layers) if num_steps and sparse_layers else None
 
 

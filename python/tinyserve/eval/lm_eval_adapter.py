@@ -20,7 +20,7 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from tinyserve.eval.methods import FULL_CACHE, QUERY_AWARE, Method, full_cache
+from tinyserve.eval.methods import Method, named_policy
 from tinyserve.eval.runner import Failure, MethodRun, Runner
 from tinyserve.eval.samples import Sample
 from tinyserve.models import load_model, smollm2_folder
@@ -42,7 +42,7 @@ class TinyServeLM(TemplateLM):
     Args:
         pretrained: a Hugging Face model folder, or a model object (then `tokenizer` is needed); default
             SmolLM2.
-        policy: its name.
+        policy: its name, with its options as in `snapkv:window=16`.
         dtype: of the weights, where a folder is loaded.
         max_length: tokens of context and continuation; default the model's positions.
         batch_size: 1; requests run one after the other.
@@ -58,7 +58,7 @@ class TinyServeLM(TemplateLM):
         pretrained: Any = None,
         *,
         tokenizer: Any = None,
-        policy: str = QUERY_AWARE,
+        policy: str = "query_aware",
         dtype: str = "float32",
         max_length: int | None = None,
         batch_size: int | str = 1,
@@ -74,8 +74,7 @@ class TinyServeLM(TemplateLM):
             folder = smollm2_folder() if pretrained is None else Path(pretrained)
             pretrained, tokenizer = load_model(folder, getattr(torch, dtype))
         self.tokenizer = tokenizer
-        sparse = SparseConfig(**config)
-        self.method = full_cache(sparse) if policy == FULL_CACHE else Method(policy=policy, config=sparse)
+        self.method = Method(policy=named_policy(policy), config=SparseConfig(**config))
         self.scored_tokens = 0
         self._runner = Runner(pretrained, tokenizer, measured_steps=0)
         limit = max_length if max_length is not None else max_positions(pretrained.config)

@@ -27,7 +27,7 @@ class SelectionMaps:
         self._drawn: set[str] = set()
 
     def __call__(self, task: Task, sample: Sample, run: MethodRun) -> None:
-        if task.name in self._drawn or not (run.selection_engaged and any(run.selections)):
+        if task.name in self._drawn or not (run.engaged and any(run.selections)):
             return
         self._drawn.add(task.name)
         spans = sample.details.get("spans") or [[0, 0]]

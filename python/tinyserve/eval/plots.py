@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyserve.eval.methods import FULL_CACHE
 from tinyserve.eval.results import Record, is_failure
-from tinyserve.eval.rows import ORACLE, Row
+from tinyserve.eval.rows import Row
 from tinyserve.eval.sweeps import Sweep
+from tinyserve_ops.policies import FullCache, Oracle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,7 @@ def _curves(sweep: Sweep, rows: Mapping[str, Row], quantity: _Quantity, title: s
     for index, (series, points) in enumerate(curves.items()):
         x, y = [place for place, _ in points], [value for _, (value, _, _) in points]
         bars = [[v - low for _, (v, low, _) in points], [high - v for _, (v, _, high) in points]]
-        is_oracle = series == ORACLE
+        is_oracle = series == Oracle.name
         axes.errorbar(
             x,
             y,
@@ -116,7 +116,7 @@ def _curves(sweep: Sweep, rows: Mapping[str, Row], quantity: _Quantity, title: s
             label=series,
         )
     for series, level in levels.items():
-        color, style = (_BLACK, "--") if series == FULL_CACHE else (_GRAY, ":")
+        color, style = (_BLACK, "--") if series == FullCache.name else (_GRAY, ":")
         axes.axhline(level, color=color, linestyle=style, linewidth=1.0, label=series)
     _label_axis(axes, ticks, by_name, sweep.logarithmic)
     axes.legend(fontsize=8, frameon=False)
@@ -139,7 +139,9 @@ def _over_time(sweep: Sweep, records: Sequence[Record], name: str, label: str, t
     figure, axes = _new_axes(title, "step after the context", label)
     scale = 1e-6 if name == "kv_bytes" else 1.0
     is_empty = True
-    for index, point in enumerate(point for point in sweep.points if point.method.policy != FULL_CACHE):
+    for index, point in enumerate(
+        point for point in sweep.points if not isinstance(point.method.policy, FullCache)
+    ):
         key = _key(point.method.facts)
         means = _mean_series([r["series"][name] for r in records if _key(r["method"]) == key])
         steps = [step for step, mean in enumerate(means) if mean is not None]

@@ -118,7 +118,7 @@ def sample_record(identity: Record, task: Task, sample: Sample, run: MethodRun) 
     return {
         **identity,
         "label": run.method.label,
-        "policy": run.method.policy,
+        "policy": run.method.policy.name,
         "budget_tokens": run.method.budget_tokens(len(sample.prompt_ids)),
         "page_size": page_size,
         "metric": task.metric,
@@ -133,7 +133,7 @@ def sample_record(identity: Record, task: Task, sample: Sample, run: MethodRun) 
         "dense_tokens": run.num_dense,
         "scored_tokens": run.scored_tokens,
         "sparse_share": run.sparse_share,
-        "selection_engaged": run.selection_engaged,
+        "engaged": run.engaged,
         "kv_bytes_held": run.kv_bytes_held,
         "step_ms": run.step_ms,
         "measures": mean_measures(run.steps),

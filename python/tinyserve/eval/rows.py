@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from tinyserve.eval.methods import FULL_CACHE
 from tinyserve.eval.results import Record, is_failure
 from tinyserve.eval.samples import Task
 from tinyserve.eval.statistics import Interval, Scores, bootstrap, paired_bootstrap
+from tinyserve_ops.policies import FullCache, Oracle
 
-__all__ = ["LOWER_IS_BETTER", "ORACLE", "Row", "make_rows"]
+__all__ = ["LOWER_IS_BETTER", "Row", "make_rows"]
 
-ORACLE = "oracle"
 # Headline metrics that get better as they fall.
 LOWER_IS_BETTER = frozenset({"perplexity", "nll", "bits_per_token", "bits_per_byte", "bits_per_character"})
 # What an oracle must have in common with a method to be its ceiling.
@@ -111,7 +110,7 @@ def _rows_of_task(task: Task, columns: list[_Column], only_solved: bool) -> list
     def statistic(scores: Sequence[Scores]) -> float:
         return task.summary(scores)[task.metric]
 
-    dense = next((column for column in columns if column.method["policy"] == FULL_CACHE), None)
+    dense = next((column for column in columns if column.method["policy"] == FullCache.name), None)
     if only_solved:
         solved = set() if dense is None else {k for k in dense.finished if statistic(dense.scores([k])) >= 1}
         for column in columns:
@@ -145,7 +144,7 @@ def _rows_of_task(task: Task, columns: list[_Column], only_solved: bool) -> list
 
 
 def _is_oracle_of(other: dict[str, Any], method: dict[str, Any]) -> bool:
-    if other["policy"] != ORACLE or method["policy"] in (ORACLE, FULL_CACHE):
+    if other["policy"] != Oracle.name or method["policy"] in (Oracle.name, FullCache.name):
         return False
     return all(other[name] == method[name] for name in _BUDGET)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tinyserve.errors import UsageError
-from tinyserve.eval.methods import FULL_CACHE, POLICIES, QUERY_AWARE, Method, full_cache
-from tinyserve.eval.rows import ORACLE
-from tinyserve_ops import SparseConfig
+from tinyserve.eval.methods import Method, full_cache
+from tinyserve_ops import SparseConfig, policies
+from tinyserve_ops.policies import FullCache, Oracle, QueryAware, SoftPrune, StreamingLLM
 from tinyserve_ops.scorers import SCORERS, group_reductions
 
 __all__ = ["ABLATION", "PRESETS", "Point", "Sweep", "preset"]
@@ -80,18 +80,17 @@ def preset(name: str, base: SparseConfig) -> Sweep:
 
 
 def _dense(base: SparseConfig) -> Point:
-    return Point(full_cache(base), FULL_CACHE, None)
+    return Point(full_cache(base), FullCache.name, None)
 
 
 def _with_oracle(configs: Mapping[float, SparseConfig]) -> Iterator[Point]:
-    """The compared scorers and, where there is one, the oracle, at every config."""
+    """The compared scorers and the oracle, at every config."""
     for scorer in COMPARED_SCORERS:
         for x, config in configs.items():
             method = Method(config=config.replace(scorer=scorer, group_reduction=None))
-            yield Point(method, f"{QUERY_AWARE}, {scorer}", x)
-    if ORACLE in POLICIES:
-        for x, config in configs.items():
-            yield Point(Method(policy=ORACLE, config=config), ORACLE, x)
+            yield Point(method, f"{QueryAware.name}, {scorer}", x)
+    for x, config in configs.items():
+        yield Point(Method(policy=Oracle(), config=config), Oracle.name, x)
 
 
 def _page_size(base: SparseConfig) -> Iterator[Point]:
@@ -123,9 +122,9 @@ def _budget(base: SparseConfig) -> Iterator[Point]:
 def _scorer(base: SparseConfig) -> Iterator[Point]:
     yield _dense(base)
     for scorer in (*SCORERS, *RANKED_SCORERS):
-        yield Point(Method(config=base.replace(scorer=scorer, group_reduction=None)), QUERY_AWARE, scorer)
-    if ORACLE in POLICIES:
-        yield Point(Method(policy=ORACLE, config=base), ORACLE, None)
+        method = Method(config=base.replace(scorer=scorer, group_reduction=None))
+        yield Point(method, QueryAware.name, scorer)
+    yield Point(Method(policy=Oracle(), config=base), Oracle.name, None)
 
 
 def _group_reduction(base: SparseConfig) -> Iterator[Point]:
@@ -133,7 +132,7 @@ def _group_reduction(base: SparseConfig) -> Iterator[Point]:
     for scorer in COMPARED_SCORERS:
         for reduction in group_reductions(scorer):
             config = base.replace(scorer=scorer, group_reduction=reduction)
-            yield Point(Method(config=config), f"{QUERY_AWARE}, {scorer}", reduction)
+            yield Point(Method(config=config), f"{QueryAware.name}, {scorer}", reduction)
 
 
 def _dense_layers(base: SparseConfig) -> Iterator[Point]:
@@ -153,8 +152,7 @@ def _ablation(base: SparseConfig) -> Iterator[Point]:
         raise ValueError(f"token_budget: expected a number of tokens, got keep_ratio {base.keep_ratio}")
     yield _dense(base)
     yield Point(Method(config=base), ABLATION, "everything on")
-    recency = base.replace(num_recent_pages=base.token_budget // base.page_size - base.num_sink_pages)
-    yield Point(Method(config=recency), ABLATION, "no query router")
+    yield Point(Method(policy=StreamingLLM(), config=base), ABLATION, "no query router")
     tokens = base.replace(
         page_size=1,
         scorer="mean",
@@ -167,12 +165,19 @@ def _ablation(base: SparseConfig) -> Iterator[Point]:
 
 
 def _policies(base: SparseConfig) -> Iterator[Point]:
+    """Every policy with its defaults; the query-aware one with the compared scorers."""
     yield _dense(base)
-    for policy in POLICIES:
-        if policy != FULL_CACHE:
-            for budget in POLICY_BUDGETS:
-                method = Method(policy=policy, config=base.replace(token_budget=budget))
-                yield Point(method, policy, budget)
+    configs: dict[float, SparseConfig] = {
+        budget: base.replace(token_budget=budget) for budget in POLICY_BUDGETS
+    }
+    yield from _with_oracle(configs)
+    for name in policies.names():
+        if name in (FullCache.name, QueryAware.name, Oracle.name):
+            continue
+        for budget, config in configs.items():
+            if name == SoftPrune.name:  # its threshold is about estimated masses
+                config = config.replace(scorer="low_rank", group_reduction=None)
+            yield Point(Method(policy=policies.get(name), config=config), name, budget)
 
 
 _Maker = Callable[[SparseConfig], Iterator[Point]]
