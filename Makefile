@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV4 ?= .venv-transformers4
 VENV_PEERS ?= .venv-peers
+VENV_KVPRESS ?= .venv-kvpress
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_OPS_ARGS ?=
@@ -33,12 +34,12 @@ export TINYSERVE_BUILD_DIR := $(BUILD)
 # No test or demo reaches for a model hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup build native demo test test-cpp test-python test-transformers4 lint format types asan tsan cuda-check wheel \
+.PHONY: help setup build native demo test test-cpp test-python test-transformers4 test-kvpress lint format types asan tsan cuda-check wheel \
 	bench bench-peers clean
 
 help:
 	@echo "make demo | test | bench | bench-peers | setup | build | lint | format | types | test-cpp | test-python"
-	@echo "     test-transformers4 | asan | tsan | cuda-check | wheel | clean"
+	@echo "     test-transformers4 | test-kvpress | asan | tsan | cuda-check | wheel | clean"
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
 
@@ -123,6 +124,15 @@ test-python: $(VENV)/.dev build
 # The same native files serve both environments: they depend on the Python version, not on transformers.
 test-transformers4: build $(VENV4)/.test
 	PYTHONPATH=$(CURDIR):$(CURDIR)/python $(BIN4)/python -m pytest $(PYTEST_ARGS) $(TESTS4)
+
+# Another implementation of the same policies, with the transformers that it wants.
+test-kvpress: build $(VENV_KVPRESS)/.test
+	PYTHONPATH=$(CURDIR):$(CURDIR)/python $(VENV_KVPRESS)/bin/python -m pytest $(PYTEST_ARGS) tests/system/test_kvpress.py
+
+$(VENV_KVPRESS)/.test: requirements/kvpress.txt requirements/build.txt requirements/test.txt
+	$(PYTHON) -m venv $(VENV_KVPRESS)
+	$(VENV_KVPRESS)/bin/python -m pip install $(if $(TTY),,-qq) --disable-pip-version-check -r requirements/kvpress.txt
+	@touch $@
 
 lint: $(VENV)/.dev
 	ruff check .

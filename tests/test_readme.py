@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinyserve_ops import SparseConfig
+from tinyserve_ops import SparseConfig, policies
 from tinyserve_ops.scorers import SCORERS, summary_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/design.md")
 # Named as places that are still to come.
-ANNOUNCED = {"tinyserve_ops/policies/", "python/tinyserve/eval/"}
+ANNOUNCED = {"python/tinyserve/eval/"}
 
 
 def python_snippets() -> list[tuple[int, str]]:
@@ -113,6 +113,15 @@ def test_the_scorer_table_names_every_scorer_with_its_bytes() -> None:
             assert shown == str(expected[0]), scorer
         else:
             assert shown == f"{expected[0]} in 16 bits, {expected[1]} in fp32", scorer
+
+
+def test_the_policy_table_names_every_policy_with_its_parameters() -> None:
+    rows = {row[0]: row[2] for row in rows_of_table("| policy | a step reads |")}
+    assert set(rows) == set(policies.names())
+    for name, shown in rows.items():
+        fields = {field.name: field.default for field in dataclasses.fields(policies.get(name))}
+        expected = [f"{key}={value!r}" for key, value in fields.items() if key != "token_budget"]
+        assert shown.replace("`", "") == ", ".join(expected), name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
