@@ -14,6 +14,8 @@ BENCH_ARGS ?=
 BENCH_OPS_ARGS ?=
 BENCH_PEERS_ARGS ?=
 BENCH_OUT ?= build/bench
+SWEEP_ARGS ?=
+SWEEP_OUT ?= build/sweep
 PYTEST_ARGS ?=
 TESTS4 ?= tests/system
 
@@ -35,10 +37,10 @@ export TINYSERVE_BUILD_DIR := $(BUILD)
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup build native demo test test-cpp test-python test-transformers4 test-kvpress lint format types asan tsan cuda-check wheel \
-	bench bench-peers clean
+	bench bench-peers sweep clean
 
 help:
-	@echo "make demo | test | bench | bench-peers | setup | build | lint | format | types | test-cpp | test-python"
+	@echo "make demo | test | sweep | bench | bench-peers | setup | build | lint | format | types | test-cpp | test-python"
 	@echo "     test-transformers4 | test-kvpress | asan | tsan | cuda-check | wheel | clean"
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
@@ -86,6 +88,10 @@ native: $(VENV)/.demo
 
 demo: build
 	@python -m tinyserve demo $(DEMO_ARGS)
+
+# Every preset of the accuracy sweeps on SmolLM2: results, tables and plots in build/sweep. Hours; goes on where it stopped.
+sweep: build
+	@python -m tinyserve sweep all --output $(SWEEP_OUT) $(SWEEP_ARGS)
 
 # The ops first (records, plots and goals in build/bench), then whole models.
 bench: build
