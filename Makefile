@@ -9,6 +9,7 @@ VENV ?= .venv
 VENV4 ?= .venv-transformers4
 VENV_PEERS ?= .venv-peers
 VENV_KVPRESS ?= .venv-kvpress
+VENV_LM_EVAL ?= .venv-lm-eval
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_OPS_ARGS ?=
@@ -36,12 +37,12 @@ export TINYSERVE_BUILD_DIR := $(BUILD)
 # No test or demo reaches for a model hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup build native demo test test-cpp test-python test-transformers4 test-kvpress lint format types asan tsan cuda-check wheel \
+.PHONY: help setup build native demo test test-cpp test-python test-transformers4 test-kvpress test-lm-eval lint format types asan tsan cuda-check wheel \
 	bench bench-peers sweep clean
 
 help:
 	@echo "make demo | test | sweep | bench | bench-peers | setup | build | lint | format | types | test-cpp | test-python"
-	@echo "     test-transformers4 | test-kvpress | asan | tsan | cuda-check | wheel | clean"
+	@echo "     test-transformers4 | test-kvpress | test-lm-eval | asan | tsan | cuda-check | wheel | clean"
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
 
@@ -138,6 +139,16 @@ test-kvpress: build $(VENV_KVPRESS)/.test
 $(VENV_KVPRESS)/.test: requirements/kvpress.txt requirements/build.txt requirements/test.txt
 	$(PYTHON) -m venv $(VENV_KVPRESS)
 	$(VENV_KVPRESS)/bin/python -m pip install $(if $(TTY),,-qq) --disable-pip-version-check -r requirements/kvpress.txt
+	@touch $@
+
+# The lm-eval model, against lm-eval's own.
+test-lm-eval: build $(VENV_LM_EVAL)/.test
+	PYTHONPATH=$(CURDIR):$(CURDIR)/python $(VENV_LM_EVAL)/bin/python -m pytest $(PYTEST_ARGS) \
+		tests/accuracy/test_lm_eval_adapter.py
+
+$(VENV_LM_EVAL)/.test: requirements/lm-eval.txt requirements/demo.txt requirements/test.txt
+	$(PYTHON) -m venv $(VENV_LM_EVAL)
+	$(VENV_LM_EVAL)/bin/python -m pip install $(if $(TTY),,-qq) --disable-pip-version-check -r requirements/lm-eval.txt
 	@touch $@
 
 lint: $(VENV)/.dev

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lab import tiny_model
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install lm-eval)")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements/lm-eval.txt)")
 
 import lm_eval
 from lm_eval.api.instance import Instance

@@ -68,16 +68,17 @@ def evaluate(
         UsageError: a task has no samples of that size.
     """
     torch.manual_seed(seed)
-    facts = {"model": model_name, "seed": seed, "num_tokens": num_tokens, **environment()}
-    evaluation = _Evaluation(runner, methods, results, model_sha256(runner.model), facts, on_run)
+    scope = {"model_sha256": model_sha256(runner.model), "num_tokens": num_tokens, "seed": seed}
+    facts = {"model": model_name, **environment()}
+    evaluation = _Evaluation(runner, methods, results, facts, on_run)
     for task in tasks:
         samples = list(
             task.samples(runner.tokenizer, num_samples=num_samples, num_tokens=num_tokens, seed=seed)
         )
         if not samples:
             raise UsageError(f"{task.name}: expected samples of up to {num_tokens} tokens, got none")
-        evaluation.facts["task_options"] = dict((task_options or {}).get(task.name, {}))
-        evaluation.run_task(task, samples)
+        options = dict((task_options or {}).get(task.name, {}))
+        evaluation.run_task(task, samples, {**scope, "task": task.name, "task_options": options})
     return evaluation.counts
 
 
@@ -88,31 +89,27 @@ class _Evaluation:
     runner: Runner
     methods: Sequence[Method]
     results: ResultFile
-    model_hash: str
     facts: Record
     on_run: OnRun | None
     counts: Counts = field(default_factory=Counts)
     _is_checked: bool = False
 
-    def run_task(self, task: Task, samples: Sequence[Sample]) -> None:
+    def run_task(self, task: Task, samples: Sequence[Sample], scope: Record) -> None:
         with bar(task.name, total=len(samples) * len(self.methods), unit=" results") as progress:
             for sample in samples:
-                pending = [method for method in self.methods if not self._is_there(task, sample, method)]
+                pending = [m for m in self.methods if not self.results.has(identity(scope, sample, m))]
                 self.counts.reused += len(self.methods) - len(pending)
                 progress.update(len(self.methods) - len(pending))
                 if pending and not self._is_checked:
                     self.runner.check_dense(sample)
                     self._is_checked = True
                 for run in self.runner.run(sample, pending):
-                    self._take(task, sample, run)
+                    self._take(task, sample, run, scope)
                     progress.update(1)
 
-    def _is_there(self, task: Task, sample: Sample, method: Method) -> bool:
-        return self.results.has(identity(self.model_hash, task, sample, method))
-
-    def _take(self, task: Task, sample: Sample, run: MethodRun | Failure) -> None:
+    def _take(self, task: Task, sample: Sample, run: MethodRun | Failure, scope: Record) -> None:
         """Writes what came out of a method, or why nothing did."""
-        key = identity(self.model_hash, task, sample, run.method)
+        key = identity(scope, sample, run.method)
         error = run.error if isinstance(run, Failure) else None
         if isinstance(run, MethodRun):
             try:

@@ -37,8 +37,9 @@ __all__ = [
 ]
 
 Record = dict[str, Any]
-# What makes two lines about the same thing.
-_IDENTITY = ("model_sha256", "task", "sample_id", "sample_sha256", "method")
+# What makes two lines about the same thing: the scope of a run, then the sample and the method.
+_SCOPE = ("model_sha256", "task", "task_options", "num_tokens", "seed")
+_IDENTITY = (*_SCOPE, "sample_id", "sample_sha256", "method")
 
 
 class ResultFile:
@@ -100,12 +101,15 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def identity(model_hash: str, task: Task, sample: Sample, method: Method) -> Record:
-    """The part of a record that says which sample under which method it is about."""
+def identity(scope: Record, sample: Sample, method: Method) -> Record:
+    """The part of a record that says which sample under which method it is about.
+
+    Args:
+        scope: what the samples of a run have in common: model_sha256, task, task_options, num_tokens, seed.
+    """
     asked = [sample.prompt_ids, sample.num_dense, sample.max_new_tokens, sample.continuations]
     return {
-        "model_sha256": model_hash,
-        "task": task.name,
+        **{name: scope[name] for name in _SCOPE},
         "sample_id": sample.sample_id,
         "sample_sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16],
         "method": method.facts,

@@ -170,7 +170,7 @@ def _compared(task: Task, column: _Column, dense: _Column | None) -> dict[str, f
 def _scaled(interval: Interval | None, sign: float) -> Interval | None:
     if interval is None or sign > 0:
         return interval
-    return Interval(-interval.value, -interval.high, -interval.low)
+    return Interval(0.0 - interval.value, 0.0 - interval.high, 0.0 - interval.low)  # no -0.0
 
 
 def _mean_measures(records: Sequence[Record]) -> dict[str, float | None]:
