@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_sweep"]
 
-# Distinguishable with the common kinds of colour blindness (Okabe and Ito); black is the dense line.
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
-_MARKERS = "osD^vP*"
+# Distinguishable with the common kinds of colour blindness (Okabe and Ito, and a brown); the dense line is
+# black, the oracle grey. Markers repeat after another number, so that no two of the first series look alike.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a")
+_MARKERS = "osD^vP*X<>"
 _BLACK, _GRAY = "#000000", "#777777"
 
 
@@ -98,17 +99,17 @@ def _curves(sweep: Sweep, rows: Mapping[str, Row], quantity: _Quantity, title: s
             curves.setdefault(point.series, []).append((place, value))
     if not curves:
         return None
-    for index, (series, points) in enumerate(curves.items()):
+    for series, points in curves.items():
+        color, marker = _style(sweep, series)
         x, y = [place for place, _ in points], [value for _, (value, _, _) in points]
         bars = [[v - low for _, (v, low, _) in points], [high - v for _, (v, _, high) in points]]
-        is_oracle = series == Oracle.name
         axes.errorbar(
             x,
             y,
             yerr=bars if any(bars[0]) or any(bars[1]) else None,
-            color=_GRAY if is_oracle else _COLORS[index % len(_COLORS)],
-            marker=_MARKERS[index % len(_MARKERS)],
-            linestyle="none" if by_name else "--" if is_oracle else "-",
+            color=color,
+            marker=marker,
+            linestyle="none" if by_name else "--" if series == Oracle.name else "-",
             markersize=4,
             linewidth=1.3,
             elinewidth=0.7,
@@ -119,8 +120,24 @@ def _curves(sweep: Sweep, rows: Mapping[str, Row], quantity: _Quantity, title: s
         color, style = (_BLACK, "--") if series == FullCache.name else (_GRAY, ":")
         axes.axhline(level, color=color, linestyle=style, linewidth=1.0, label=series)
     _label_axis(axes, ticks, by_name, sweep.logarithmic)
-    axes.legend(fontsize=8, frameon=False)
+    _add_legend(axes)
     return figure
+
+
+def _style(sweep: Sweep, series: str) -> tuple[str, str]:
+    """Colour and marker of a series, the same in every plot of the sweep."""
+    others = dict.fromkeys(
+        point.series for point in sweep.points if point.series not in (Oracle.name, FullCache.name)
+    )
+    if series not in others:
+        return (_GRAY if series == Oracle.name else _BLACK), "d"
+    index = list(others).index(series)
+    return _COLORS[index % len(_COLORS)], _MARKERS[index % len(_MARKERS)]
+
+
+def _add_legend(axes: Axes) -> None:
+    """Beside the plot: inside, it would lie on curves."""
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _label_axis(axes: Axes, ticks: Sequence[Any], by_name: bool, logarithmic: bool) -> None:
@@ -138,28 +155,34 @@ def _over_time(sweep: Sweep, records: Sequence[Record], name: str, label: str, t
     """A measure step by step, mean over the samples that have that many steps."""
     figure, axes = _new_axes(title, "step after the context", label)
     scale = 1e-6 if name == "kv_bytes" else 1.0
+    places = list(dict.fromkeys(point.x for point in sweep.points if point.x is not None))
     is_empty = True
-    for index, point in enumerate(
-        point for point in sweep.points if not isinstance(point.method.policy, FullCache)
-    ):
+    for point in sweep.points:
+        if isinstance(point.method.policy, FullCache):
+            continue
         key = _key(point.method.facts)
         means = _mean_series([r["series"][name] for r in records if _key(r["method"]) == key])
         steps = [step for step, mean in enumerate(means) if mean is not None]
         if not steps:
             continue
         is_empty = False
-        place = "" if point.x is None else f", {point.x}"
+        color, marker = _style(sweep, point.series)
+        place, shade = "", 1.0
+        if point.x is not None:  # one colour per series, stronger along the axis
+            place, shade = f", {point.x}", (1 + places.index(point.x)) / len(places)
         axes.plot(
             steps,
             [scale * (means[step] or 0.0) for step in steps],
-            color=_COLORS[index % len(_COLORS)],
-            linestyle=("-", "--", ":")[index // len(_COLORS) % 3],
+            color=color,
+            alpha=0.25 + 0.75 * shade,
+            marker=marker,
+            markersize=3,
             linewidth=1.1,
             label=f"{point.series}{place}",
         )
     if is_empty:
         return None
-    axes.legend(fontsize=6, frameon=False, ncols=2)
+    _add_legend(axes)
     return figure
 
 
