@@ -9,11 +9,14 @@ VENV ?= .venv
 VENV4 ?= .venv-transformers4
 VENV_PEERS ?= .venv-peers
 VENV_KVPRESS ?= .venv-kvpress
+VENV_LM_EVAL ?= .venv-lm-eval
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_OPS_ARGS ?=
 BENCH_PEERS_ARGS ?=
 BENCH_OUT ?= build/bench
+SWEEP_ARGS ?=
+SWEEP_OUT ?= build/sweep
 PYTEST_ARGS ?=
 TESTS4 ?= tests/system
 
@@ -34,12 +37,12 @@ export TINYSERVE_BUILD_DIR := $(BUILD)
 # No test or demo reaches for a model hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup build native demo test test-cpp test-python test-transformers4 test-kvpress lint format types asan tsan cuda-check wheel \
-	bench bench-peers clean
+.PHONY: help setup build native demo test test-cpp test-python test-transformers4 test-kvpress test-lm-eval lint format types asan tsan cuda-check wheel \
+	bench bench-peers sweep clean
 
 help:
-	@echo "make demo | test | bench | bench-peers | setup | build | lint | format | types | test-cpp | test-python"
-	@echo "     test-transformers4 | test-kvpress | asan | tsan | cuda-check | wheel | clean"
+	@echo "make demo | test | sweep | bench | bench-peers | setup | build | lint | format | types | test-cpp | test-python"
+	@echo "     test-transformers4 | test-kvpress | test-lm-eval | asan | tsan | cuda-check | wheel | clean"
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
 
@@ -87,6 +90,10 @@ native: $(VENV)/.demo
 demo: build
 	@python -m tinyserve demo $(DEMO_ARGS)
 
+# Every preset of the accuracy sweeps on SmolLM2: results, tables and plots in build/sweep. Hours; goes on where it stopped.
+sweep: build
+	@python -m tinyserve sweep all --output $(SWEEP_OUT) $(SWEEP_ARGS)
+
 # The ops first (records, plots and goals in build/bench), then whole models.
 bench: build
 	@rm -f $(BENCH_OUT)/generate.jsonl
@@ -132,6 +139,16 @@ test-kvpress: build $(VENV_KVPRESS)/.test
 $(VENV_KVPRESS)/.test: requirements/kvpress.txt requirements/build.txt requirements/test.txt
 	$(PYTHON) -m venv $(VENV_KVPRESS)
 	$(VENV_KVPRESS)/bin/python -m pip install $(if $(TTY),,-qq) --disable-pip-version-check -r requirements/kvpress.txt
+	@touch $@
+
+# The lm-eval model, against lm-eval's own.
+test-lm-eval: build $(VENV_LM_EVAL)/.test
+	PYTHONPATH=$(CURDIR):$(CURDIR)/python $(VENV_LM_EVAL)/bin/python -m pytest $(PYTEST_ARGS) \
+		tests/accuracy/test_lm_eval_adapter.py
+
+$(VENV_LM_EVAL)/.test: requirements/lm-eval.txt requirements/demo.txt requirements/test.txt
+	$(PYTHON) -m venv $(VENV_LM_EVAL)
+	$(VENV_LM_EVAL)/bin/python -m pip install $(if $(TTY),,-qq) --disable-pip-version-check -r requirements/lm-eval.txt
 	@touch $@
 
 lint: $(VENV)/.dev

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 import tinyserve_ops
+from tinyserve.environment import commit, machine
 from tinyserve_ops import _runtime
 
 
@@ -29,11 +28,9 @@ def expect(what: str, expected: object, got: object) -> None:
 
 def environment() -> dict[str, Any]:
     """What a published number needs beside it."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "machine": machine(),
-        "commit": commit or "unknown",
+        "commit": commit(),
         "torch": torch.__version__,
         "tinyserve_ops": tinyserve_ops.__version__,
         "cpu_target": _runtime.cpu_target(),
@@ -46,16 +43,6 @@ def _transformers() -> dict[str, str]:
         return {"transformers": metadata.version("transformers")}
     except metadata.PackageNotFoundError:
         return {}
-
-
-def machine() -> str:
-    """Name of the CPU and number of its logical cores."""
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return f"{cpu}, {os.cpu_count()} logical cores"
 
 
 def load_average() -> float | None:

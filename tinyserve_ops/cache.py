@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tinyserve_ops import ops, serialization
+from tinyserve_ops import ops, repaging, serialization
 from tinyserve_ops.batch_tables import BatchStates, BatchTables
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.eviction import Kept, check_kept, evict, text_positions
@@ -134,6 +134,30 @@ class PagedKVCache:
     def fork(self, seq: int) -> int:
         """Handle of a new sequence with the same tokens: shares all pages, copies one when it is written."""
         return self._add(self._settle(seq, "fork").fork(self.pool))
+
+    def adopt(self, source: PagedKVCache, seq: int) -> int:
+        """Handle of a new sequence here with the committed tokens of `seq`, a sequence of the cache `source`.
+
+        Over one pool the two share all pages, as after `fork`. Otherwise keys and values are copied into
+        pages of this cache, which may have another size, scorer, element type or other layer groups; int8
+        pages round what comes from float ones. The policy is this cache's from here on.
+
+        Raises:
+            ValueError: `source` has another shape or was made for another kind of model, the policy here
+                would have had to see the tokens, or some of a sequence that is to be copied were evicted.
+            OutOfPagesError: nothing changed.
+        """
+        self._check_not_closed("adopt")
+        record = source._settle(seq, "adopt")
+        self._check_beginning(seq, record, source)
+        if source.pool is self.pool:
+            adopted = self._add(record.fork(self.pool))
+        else:
+            source._check_whole("adopt", seq, record)
+            adopted = repaging.copy_sequence(source, seq, self)
+        memory = record.memory if source.policy == self.policy else {}
+        self._records[adopted].memory = dict(memory)
+        return adopted
 
     def free(self, seq: int) -> None:
         """Ends a sequence; its pages go back to the pool (pinned ones are unpinned)."""
@@ -582,14 +606,8 @@ class PagedKVCache:
             pool=self.pool,
             policy=self.policy if policy is None else policy,
         )
-        if copy.policy != self.policy and copy.plan.eviction is not None:
-            for seq, record in self._records.items():
-                started = record.num_tokens(self.pool) > 0
-                if started and (not record.in_prompt or copy.plan.eviction.per_step):
-                    raise ValueError(
-                        f"policy: expected {self.policy}, or sequences whose beginning {copy.policy} can do "
-                        f"without, got sequence {seq}"
-                    )
+        for seq, record in self._records.items():
+            copy._check_beginning(seq, record, self)
         for seq, record in self._records.items():
             copy._records[seq] = record.fork(self.pool)
             if copy.policy != self.policy:
@@ -615,6 +633,17 @@ class PagedKVCache:
         if record.frontier:
             raise ValueError(
                 f"{action}: expected a sequence with all its tokens, got {seq}, some of which were evicted"
+            )
+
+    def _check_beginning(self, seq: int, record: SequenceRecord, source: PagedKVCache) -> None:
+        """Raises ValueError where the policy here can't go on with a sequence that began in `source`."""
+        eviction = self.plan.eviction
+        if eviction is None or source.policy == self.policy or not record.num_tokens(source.pool):
+            return
+        if not record.in_prompt or eviction.per_step:
+            raise ValueError(
+                f"policy: expected {source.policy}, or sequences whose beginning {self.policy} can do "
+                f"without, got sequence {seq}"
             )
 
     def _check_not_closed(self, action: str) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tinyserve.errors import SetupError, UsageError
+from tinyserve.eval.commands import add_evaluation
 from tinyserve.needles import DEFAULT_KEY
+from tinyserve.options import integer, share
 
 _DEFAULT_BUDGET = 512
 
@@ -34,8 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dest="command", required=True, metavar="command", parser_class=_OneLineParser
     )
     _add_demo(commands)
+    add_evaluation(commands)
     options = parser.parse_args(arguments)
     prog = f"tinyserve {options.command}"
+    # Everything comes from disk; this keeps the libraries from asking the network for what is not there.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         options.run(options)
     except UsageError as error:
@@ -63,20 +68,20 @@ def _add_demo(commands: argparse._SubParsersAction[_OneLineParser]) -> None:
     def add(name: str, help: str, **settings: Any) -> None:
         demo.add_argument(name, help=f"{help} (%(default)s)" if "default" in settings else help, **settings)
 
-    add("--context", "length of the prompt", type=_integer(1), default=3072, metavar="TOKENS")
+    add("--context", "length of the prompt", type=integer(1), default=3072, metavar="TOKENS")
     budget = demo.add_mutually_exclusive_group()
     text = f"tokens a decode step may read per layer and kv head ({_DEFAULT_BUDGET})"
-    budget.add_argument("--budget", help=text, type=_integer(1), metavar="TOKENS")
+    budget.add_argument("--budget", help=text, type=integer(1), metavar="TOKENS")
     text = "share of the pages it may read instead, 0 to 1"
     budget.add_argument("--keep-ratio", help=text, type=float, metavar="SHARE")
-    add("--page-size", "tokens of a page", type=_integer(1), default=8, metavar="TOKENS")
+    add("--page-size", "tokens of a page", type=integer(1), default=8, metavar="TOKENS")
     add("--scorer", "how pages are ranked", default="bounds", metavar="NAME")
     add("--model", "a Hugging Face model folder in place of SmolLM2", type=Path, metavar="FOLDER")
-    add("--depth", "where in the text the fact hides, 0 to 1", type=_share, default=0.2, metavar="SHARE")
+    add("--depth", "where in the text the fact hides, 0 to 1", type=share, default=0.2, metavar="SHARE")
     add("--key", "the fact: letters or digits", default=DEFAULT_KEY, metavar="TEXT")
-    add("--seed", "picks the excerpt and what the key belongs to", type=_integer(0), default=0, metavar="N")
-    add("--new-tokens", "tokens to decode on each side", type=_integer(2), default=32, metavar="N")
-    add("--threads", "CPU threads (torch's choice)", type=_integer(1), metavar="N")
+    add("--seed", "picks the excerpt and what the key belongs to", type=integer(0), default=0, metavar="N")
+    add("--new-tokens", "tokens to decode on each side", type=integer(2), default=32, metavar="N")
+    add("--threads", "CPU threads (torch's choice)", type=integer(1), metavar="N")
     add("--dtype", "of weights and KV", choices=("float32", "bfloat16", "float16"), default="float32")
     text = "the picture; all numbers go beside it as .json"
     add("--output", text, type=Path, default=Path("tinyserve-demo.png"), metavar="PNG")
@@ -89,29 +94,4 @@ def _run_demo(options: argparse.Namespace) -> None:
     chosen = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
     if options.budget is None and options.keep_ratio is None:
         chosen["budget"] = _DEFAULT_BUDGET
-    # Everything comes from disk; this keeps the libraries from asking the network for what is not there.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     run_demo(DemoOptions(**chosen))
-
-
-def _integer(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"expected an integer >= {low}, got {text!r}")
-        return value
-
-    return parse
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
-    return value

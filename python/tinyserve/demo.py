@@ -6,15 +6,15 @@ Whatever comes out is printed: a key the sparse side loses is reported as lost.
 
 from __future__ import annotations
 
-import platform
 import re
 import shutil
 import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tinyserve.environment import environment
 from tinyserve.errors import SetupError, UsageError
 from tinyserve.models import DISPLAY_NAME, load_model, smollm2_folder
 from tinyserve.needles import Prompt, build_prompt, found, make_needle
@@ -100,7 +100,7 @@ def run_demo(options: DemoOptions) -> None:
         )
         print(f"picture  {options.output.resolve()}")
     numbers = options.output.with_suffix(".json")
-    save_numbers(numbers, vars(options), prompt, (full, sparse), answers, _environment())
+    save_numbers(numbers, vars(options), prompt, (full, sparse), answers, environment())
     print(f"numbers  {numbers.resolve()}")
     print(f"total    {time.perf_counter() - started:.0f} s")
 
@@ -186,18 +186,3 @@ def _notes(options: DemoOptions, sparse: ModeResult, answers: tuple[Answer, Answ
             "side."
         )
     return notes
-
-
-def _environment() -> dict[str, Any]:
-    import torch
-    import transformers
-
-    import tinyserve_ops
-
-    return {
-        "tinyserve_ops": tinyserve_ops.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-    }

@@ -65,12 +65,12 @@ def count_selection(history: list[dict[int, Any]], num_layers: int) -> Selection
 def draw_selection_map(
     counts: SelectionCounts, path: Path, *, subtitle: str, needle_pages: range, step_labels: list[str]
 ) -> None:
-    """Writes the PNG.
+    """Writes the picture, in the format that the path's suffix names.
 
     Args:
         subtitle: one line on the run: model, context, budget, outcome.
-        needle_pages: logical pages that hold the hidden fact.
-        step_labels: the token each step produced, shown beside its row.
+        needle_pages: logical pages that hold the hidden fact; empty where nothing is hidden.
+        step_labels: the token each step produced, shown beside its row; empty for none.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -99,7 +99,8 @@ def draw_selection_map(
     image = _draw_layers(upper, counts.by_layer)
     _draw_steps(lower, counts.by_step, step_labels)
     for axes in (upper, lower):
-        _mark_needle(axes, needle_pages, label=axes is upper)
+        if needle_pages:
+            _mark_needle(axes, needle_pages, label=axes is upper)
         axes.tick_params(colors=_INK, labelsize=8, length=2)
         for spine in axes.spines.values():
             spine.set_color("#9AA5B1")
