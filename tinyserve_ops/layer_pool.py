@@ -7,6 +7,7 @@ nobody keeps them across forwards (a compiled step does, and the pool does not g
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 
 import torch
@@ -97,40 +98,36 @@ class LayerPool:
         # mode, or a cache made under it could never be written from normal mode.
         shape = (num_pages, self.num_kv_heads, self.page_size, self.head_dim)
         with torch.inference_mode(False), torch.no_grad():
-            if self.channel_major:
-                k_storage = torch.empty(
-                    shape[0], shape[1], shape[3], shape[2], dtype=self.dtype, device=self.device
-                )
-            else:
-                k_storage = torch.empty(shape, dtype=self.dtype, device=self.device)
-            v_pages = torch.empty(shape, dtype=self.dtype, device=self.device)
-            summary_shape = (num_pages, self.num_kv_heads, self.summary_bytes)
-            page_summary = torch.empty(summary_shape, dtype=torch.uint8, device=self.device)
+            k_storage_shape = (*shape[:2], shape[3], shape[2]) if self.channel_major else shape
+            k_storage = _empty(k_storage_shape, self.dtype, self.device)
+            k_pages = k_storage.transpose(2, 3) if self.channel_major else k_storage
+            v_pages = _empty(shape, self.dtype, self.device)
+            page_summary = _empty((*shape[:2], self.summary_bytes), torch.uint8, self.device)
             k_scales = v_scales = None
             if self.dtype == torch.int8:
-                k_scales, v_scales = (
-                    torch.empty(shape[:3], dtype=torch.float32, device=self.device) for _ in range(2)
-                )
-            for tensor in (k_storage, v_pages, k_scales, v_scales, page_summary):
-                if tensor is not None:
-                    _ask_for_huge_pages(tensor)
-            k_pages = k_storage.transpose(2, 3) if self.channel_major else k_storage
+                k_scales, v_scales = (_empty(shape[:3], torch.float32, self.device) for _ in range(2))
         return k_pages, v_pages, k_scales, v_scales, page_summary
 
 
-def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Asks Linux for 2 MiB memory pages under a large CPU tensor, against TLB misses. Best effort."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    if (
-        tensor.device.type != "cpu"
-        or num_bytes < 2 * _HUGE_PAGE_BYTES
-        or not sys.platform.startswith("linux")
-    ):
-        return
-    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    length = (tensor.data_ptr() + num_bytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor. A large one on a CPU under Linux lies in 2 MiB memory pages from its first byte
+    to its last, where the system grants them: TLB misses cost a scan of summaries more than the reading.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _HUGE_PAGE_BYTES or not sys.platform.startswith("linux"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    rounded_bytes = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    memory = torch.empty(rounded_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
+    offset = -memory.data_ptr() % _HUGE_PAGE_BYTES
+    _ask_for_huge_pages(memory.data_ptr() + offset, rounded_bytes)
+    # Not a view: compiled steps copy what is written through one.
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset // dtype.itemsize, shape)
+
+
+def _ask_for_huge_pages(start: int, num_bytes: int) -> None:
+    """Asks Linux for 2 MiB memory pages. Best effort."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_MADV_HUGEPAGE))
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), ctypes.c_int(_MADV_HUGEPAGE))
     except (OSError, AttributeError):
         return
