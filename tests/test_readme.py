@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/design.md")
 # Named as places that are still to come.
-ANNOUNCED = {"python/tinyserve/eval/"}
+ANNOUNCED = {"python/tinyserve/eval/tasks/"}
 
 
 def python_snippets() -> list[tuple[int, str]]:

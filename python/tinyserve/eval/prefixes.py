@@ -26,7 +26,13 @@ from tinyserve_ops import PagedKVCache, SparseConfig
 from tinyserve_ops.hf import new_paged_cache
 from tinyserve_ops.policies import EvictionPolicy, Policy
 
-__all__ = ["Beginning", "Prefix", "prefill"]
+__all__ = ["Beginning", "Prefix", "observation_window", "prefill"]
+
+
+def observation_window(policy: EvictionPolicy) -> int | None:
+    """How many of the prompt's last queries a policy has to see; None for all of them."""
+    window: int | None = None if policy.per_step else getattr(policy, "window", None)
+    return window
 
 
 def prefill(
@@ -128,7 +134,7 @@ class Prefix:
         num_dense = max(len(self._prompt_ids) - 1, 1)
         kv = new_paged_cache(self._model, config, max_tokens=self._max_tokens, policy=policy)
         full = _sharing(self._base, self._base.config, None) if wants_full else None
-        if policy.per_step or self._open is None:
+        if self._open is None or observation_window(policy) is None:
             no_tokens = None if full is None else (full, full.new_sequence())
             return Beginning(kv, kv.new_sequence(), 0, num_dense, full=no_tokens)
         same_tokens = None if full is None else (full, full.adopt(self._base, self._open))

@@ -22,7 +22,7 @@ from tinyserve.eval.batch import EvalBatch
 from tinyserve.eval.guards import GuardError, check_equal, check_logprobs, check_steps, tolerance_of
 from tinyserve.eval.measures import StepMeasures
 from tinyserve.eval.methods import Method, full_cache
-from tinyserve.eval.prefixes import Prefix, prefill
+from tinyserve.eval.prefixes import Prefix, observation_window, prefill
 from tinyserve.eval.probes import EvictionProbe, SelectionProbe, StepProbe
 from tinyserve.eval.samples import Output, Sample
 from tinyserve.eval.staged import staged_decode
@@ -182,7 +182,7 @@ class Runner:
     def _prefill(self, sample: Sample, methods: Sequence[Method], max_tokens: int) -> Prefix:
         suitable = [m for m in methods if m.eviction is None and m.config.kv_dtype is None]
         base = suitable[0] if suitable else full_cache(methods[0].config.replace(kv_dtype=None))
-        windows = [getattr(m.eviction, "window", 0) for m in methods if m.eviction is not None]
+        windows = [observation_window(m.eviction) or 0 for m in methods if m.eviction is not None]
         return Prefix(
             self._twin,
             sample.prompt_ids,
