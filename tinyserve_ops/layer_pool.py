@@ -110,8 +110,8 @@ class LayerPool:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor. A large one on a CPU under Linux lies in 2 MiB memory pages from its first byte
-    to its last, where the system grants them: TLB misses cost a scan of summaries more than the reading.
+    """An uninitialised tensor. A large one on a CPU under Linux lies in 2 MiB memory pages from its first
+    byte to its last, where the system grants them: TLB misses cost a scan of summaries more than the reading.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < _HUGE_PAGE_BYTES or not sys.platform.startswith("linux"):
