@@ -121,7 +121,10 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     offset = -memory.data_ptr() % _HUGE_PAGE_BYTES
     _ask_for_huge_pages(memory.data_ptr() + offset, rounded_bytes)
     # Not a view: compiled steps copy what is written through one.
-    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset // dtype.itemsize, shape)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return torch.empty(0, dtype=dtype).set_(
+        memory.untyped_storage(), offset // dtype.itemsize, shape, strides
+    )
 
 
 def _ask_for_huge_pages(start: int, num_bytes: int) -> None:
