@@ -6,6 +6,7 @@ of these, their names or dicts. None, an empty list and plugins that are not ena
 
 from __future__ import annotations
 
+from tinyserve_ops.plugins.approximate_attention import ApproximateAttention
 from tinyserve_ops.plugins.base import (
     STAGES,
     LayerLogits,
@@ -22,6 +23,7 @@ from tinyserve_ops.plugins.stack import PluginStack
 
 __all__ = [
     "STAGES",
+    "ApproximateAttention",
     "EarlyExit",
     "LayerLogits",
     "PageEvicted",
@@ -39,4 +41,5 @@ __all__ = [
     "resolve",
 ]
 
-register(EarlyExit)
+for _plugin_class in (ApproximateAttention, EarlyExit):
+    register(_plugin_class)
