@@ -516,11 +516,16 @@ class PagedKVCache:
             return
         after = self._eviction_state(seqs, [0] * len(seqs))
         for seq, old, new in zip(seqs, before, after, strict=True):
+            record = self._record(seq)
+            moved = [now > then for (then, _), (now, _) in zip(old, new, strict=True)]
+            if any(moved):
+                full = [length // self.config.page_size for length in record.lengths(self.pool)]
+                unmoved = [0 if has_moved else n for has_moved, n in zip(moved, full, strict=True)]
+                stack.resume(record, unmoved, self.group_of_layer)
             for group, (evicted, pages), (evicted_now, pages_now) in zip(
                 self.pool.groups, old, new, strict=True
             ):
                 if evicted_now > evicted:
-                    stack.resume(self._record(seq), 0)
                     stack.page_evicted(
                         PageEvicted(seq, tuple(group.layer_ids), evicted_now - evicted, pages - pages_now)
                     )

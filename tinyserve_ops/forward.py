@@ -180,8 +180,8 @@ class ForwardBatch:
         self.all_left = False
         if cache.plugin_stack is not None:
             for record in records:
-                num_pages = min(record.lengths(cache.pool)) // cache.config.page_size
-                cache.plugin_stack.resume(record, num_pages)
+                full = [length // cache.config.page_size for length in record.lengths(cache.pool)]
+                cache.plugin_stack.resume(record, full, self._group_of)
         if self.is_decode:
             self.host_cu_query_lens = list(range(batch + 1))
             self.cu_query_lens = state.decode_cu_query_lens

@@ -20,6 +20,7 @@ from tinyserve_ops.plugins.base import (
 from tinyserve_ops.plugins.early_exit import EarlyExit
 from tinyserve_ops.plugins.registry import PluginLike, from_dict, get, names, register, resolve
 from tinyserve_ops.plugins.stack import PluginStack
+from tinyserve_ops.plugins.token_pruning import TokenPruning
 
 __all__ = [
     "STAGES",
@@ -34,6 +35,7 @@ __all__ = [
     "PrefillDone",
     "Selection",
     "StepRows",
+    "TokenPruning",
     "from_dict",
     "get",
     "names",
@@ -41,5 +43,5 @@ __all__ = [
     "resolve",
 ]
 
-for _plugin_class in (ApproximateAttention, EarlyExit):
+for _plugin_class in (ApproximateAttention, EarlyExit, TokenPruning):
     register(_plugin_class)

@@ -102,12 +102,17 @@ class PluginStack:
         """What each plugin did, by name."""
         return {name: run.report() for name, run in self._runs}
 
-    def resume(self, record: SequenceRecord, num_pages: int) -> None:
-        """Drops what is remembered of pages that may change: all but the first `num_pages` full ones."""
+    def resume(self, record: SequenceRecord, num_pages: Sequence[int], group_of_layer: Sequence[int]) -> None:
+        """Drops what is remembered of pages that may change.
+
+        Args:
+            num_pages: of each layer group, the first so many pages are full and stay as they are.
+            group_of_layer: the layer group of each layer.
+        """
         for name, run in self._runs:
             memory = record.plugin_memory.get(name, {})
             for layer_idx, value in memory.items():
-                memory[layer_idx] = run.resume(value, num_pages)
+                memory[layer_idx] = run.resume(value, num_pages[group_of_layer[layer_idx]])
 
     def prefill_done(self, event: PrefillDone) -> None:
         """Tells all."""
