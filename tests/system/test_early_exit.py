@@ -16,6 +16,7 @@ import tinyserve_ops
 from tinyserve_ops import SparseConfig
 from tinyserve_ops.hf import PackedBatch, TinyServeCache, new_paged_cache
 from tinyserve_ops.plugins import EarlyExit
+from tinyserve_ops.policies import EntropyStop
 
 DENSE = SparseConfig(page_size=4, token_budget=1024, dense_layers=0)
 FAMILIES = ("llama", "gpt2", "qwen2", "qwen3", "mistral")
@@ -245,6 +246,27 @@ def test_a_copy_of_an_enabled_model_is_hooked_once():
         cache = handle.new_cache()
         steps(other, cache, ids, 30, [1])
         assert cache.plugin_reports()["early_exit"]["looks"] == 1
+
+
+def test_entropy_stop_is_a_full_cache_with_early_exit():
+    model = deep_model("llama", sharp=3.0)
+    ids = tokens(1, 60)
+    small = DENSE.replace(token_budget=16)
+    # As the plugin's defaults have it: behind half the layers, and then every fourth.
+    threshold = float(layer_entropies(model, ids)[1, 40:].median()) + 1e-4
+    expected = Mirror(model, 40, threshold, min_layers=2, every=4).logits(ids)[40:]
+    with tinyserve_ops.enable(model, small, policy=EntropyStop(threshold=threshold)) as handle:
+        cache = handle.new_cache()
+        got = steps(model, cache, ids, 40, [1] * 20)
+        assert cache.plugins == (EarlyExit(threshold=threshold),)
+        assert 0 < cache.plugin_reports()["early_exit"]["exits"] < 20
+        assert cache.stats().sparse_steps == 0
+        with pytest.raises(ValueError, match="policy: expected None, full_cache or query_aware"):
+            handle.new_cache().reserve(99)
+        with pytest.raises(ValueError, match="plugins: expected each at most once, got 'early_exit'"):
+            TinyServeCache(model.config, policy="entropy_stop", plugins=["early_exit"])
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+    assert EntropyStop().threshold == 0.5
 
 
 def test_what_can_not_be_honoured_is_refused_by_name():
