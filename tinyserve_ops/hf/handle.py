@@ -296,9 +296,18 @@ def _prepare_cache(
 
 def _announce_prompt(cache: TinyServeCache, mask: torch.Tensor | None, generation_config: Any) -> None:
     """Tells an empty cache that its prompt will come in pieces."""
-    chunked = getattr(generation_config, "prefill_chunk_size", None) is not None
-    if chunked and mask is not None and mask.dim() == 2 and not cache.sequences:
+    chunk_size = getattr(generation_config, "prefill_chunk_size", None)
+    if chunk_size is None or cache.sequences:
+        return
+    if mask is not None and mask.dim() == 2:
         cache.prompt_length = mask.size(1)
+    else:  # 5.x leaves out a mask of ones, and notes its length
+        cache.prompt_length = getattr(generation_config, "_mask_length", None)
+    if cache.prompt_length is None and cache.policy is not None:
+        raise ValueError(
+            f"prefill_chunk_size: expected None, or a two-dimensional attention mask that says how long the "
+            f"prompt is for policy {cache.policy.name}, got {chunk_size}"
+        )
 
 
 # The check of positions -------------------------------------------------------------------------------------

@@ -73,9 +73,12 @@ class SequenceTokens:
         """Values, likewise."""
         return self._gather(self.pool.v_pages, self.pool.v_scales)
 
-    def grouped_queries(self) -> Tensor:
-        """fp32 [num_kv_heads, group_size, num_new, head_dim]."""
-        return self.q.float().unflatten(1, (self.pool.num_kv_heads, -1)).permute(1, 2, 0, 3)
+    def grouped_queries(self, num_last: int | None = None) -> Tensor:
+        """Queries of the last `num_last` new tokens, default all: fp32 [num_kv_heads, group_size, tokens,
+        head_dim].
+        """
+        q = self.q if num_last is None else self.q[-num_last:]
+        return q.float().unflatten(1, (self.pool.num_kv_heads, -1)).permute(1, 2, 0, 3)
 
     def _gather(self, pages: Tensor, scales: Tensor | None) -> Tensor:
         ids = self.page_ids.long()

@@ -64,7 +64,7 @@ class SnapKV(EvictionPolicy):
         Raises:
             ValueError: the policy has not seen the observation window (the prompt began in another cache).
         """
-        queries = tokens.grouped_queries()
+        queries = tokens.grouped_queries(self.window)
         if memory is not None:
             queries = torch.cat([memory, queries], dim=2)
         queries = queries[:, :, -self.window :]
