@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinyserve_ops import SparseConfig, policies
+from tinyserve_ops import SparseConfig, plugins, policies
 from tinyserve_ops.scorers import SCORERS, summary_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,6 +121,15 @@ def test_the_policy_table_names_every_policy_with_its_parameters() -> None:
     for name, shown in rows.items():
         fields = {field.name: field.default for field in dataclasses.fields(policies.get(name))}
         expected = [f"{key}={value!r}" for key, value in fields.items() if key != "token_budget"]
+        assert shown.replace("`", "") == ", ".join(expected), name
+
+
+def test_the_plugin_table_names_every_plugin_with_its_parameters() -> None:
+    rows = {row[0]: row[2] for row in rows_of_table("| plugin | does |")}
+    assert set(rows) == set(plugins.names())
+    for name, shown in rows.items():
+        fields = {field.name: field.default for field in dataclasses.fields(plugins.get(name))}
+        expected = [f"{key}={value!r}" for key, value in fields.items() if key != "enabled"]
         assert shown.replace("`", "") == ", ".join(expected), name
 
 

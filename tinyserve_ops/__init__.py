@@ -14,7 +14,7 @@ from tinyserve_ops import _library
 _library.load()
 
 from tinyserve_ops import fakes as _fakes  # noqa: E402, F401  (registers; needs the loaded ops)
-from tinyserve_ops import ops, policies, reference  # noqa: E402
+from tinyserve_ops import ops, plugins, policies, reference  # noqa: E402
 from tinyserve_ops.cache import PagedKVCache  # noqa: E402
 from tinyserve_ops.config import SparseConfig  # noqa: E402
 from tinyserve_ops.errors import OutOfPagesError  # noqa: E402
@@ -38,6 +38,7 @@ __all__ = [
     "enable",
     "estimate_memory",
     "ops",
+    "plugins",
     "policies",
     "reference",
 ]

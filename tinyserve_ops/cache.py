@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from tinyserve_ops import ops, repaging, serialization
+from tinyserve_ops import plugins as plugins_module
 from tinyserve_ops.batch_tables import BatchStates, BatchTables
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.eviction import Kept, check_kept, evict, text_positions
 from tinyserve_ops.forward import ForwardBatch
+from tinyserve_ops.plugins import PageEvicted, Plugin, PluginLike, PluginStack, PrefillDone
 from tinyserve_ops.policies import Policy, PolicyPlan
 from tinyserve_ops.pools import PagePool
 from tinyserve_ops.reserved import ReservedBatch
@@ -47,6 +49,8 @@ class PagedKVCache:
         pool: share this pool with other caches instead of making one.
         policy: which keys and values are left out, a `tinyserve_ops.policies.Policy` or its name; None is the
             query-aware selection of the config.
+        plugins: changes at the stages of the pipeline, in their order: `tinyserve_ops.plugins.Plugin`s, their
+            names or dicts.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, by name.
@@ -66,11 +70,14 @@ class PagedKVCache:
         fingerprint: str = "",
         pool: PagePool | None = None,
         policy: Policy | str | None = None,
+        plugins: Sequence[PluginLike] | None = None,
     ) -> None:
         self.config = SparseConfig() if config is None else config
         if not isinstance(self.config, SparseConfig):
             raise TypeError(f"config: expected a SparseConfig, got {type(config).__name__}")
-        self.plan = PolicyPlan.make(policy, self.config, num_layers)
+        plan = PolicyPlan.make(policy, self.config, num_layers)
+        self._given_plugins = plugins_module.resolve(plugins)
+        self.plugin_stack, self.plan = PluginStack.make(self._given_plugins, plan, self.config, num_layers)
         if self.config.kv_dtype is not None:
             dtype = getattr(torch, self.config.kv_dtype)
         if pool is None:
@@ -118,6 +125,11 @@ class PagedKVCache:
         return self.plan.policy
 
     @property
+    def plugins(self) -> tuple[Plugin, ...]:
+        """The plugins at work, those of the policy first."""
+        return () if self.plugin_stack is None else self.plugin_stack.plugins
+
+    @property
     def sequences(self) -> tuple[int, ...]:
         """Handles of the live sequences."""
         return tuple(self._records)
@@ -155,8 +167,8 @@ class PagedKVCache:
         else:
             source._check_whole("adopt", seq, record)
             adopted = repaging.copy_sequence(source, seq, self)
-        memory = record.memory if source.policy == self.policy else {}
-        self._records[adopted].memory = dict(memory)
+            self._records[adopted].memory = dict(record.memory)
+        self._forget_other_rules(self._records[adopted], source)
         return adopted
 
     def free(self, seq: int) -> None:
@@ -181,7 +193,7 @@ class PagedKVCache:
         if 0 < length < first:
             raise ValueError(
                 f"length: expected 0, or at least {first} (tokens up to there can't be rolled back after an "
-                f"eviction by policy {self.policy}), got {length}"
+                f"eviction by {self.plan.eviction}), got {length}"
             )
         lengths = [max(0, stored - (present - length)) for stored in record.lengths(self.pool)]
         if not length:
@@ -208,7 +220,9 @@ class PagedKVCache:
         """
         record = self._settle(seq, "keep_tokens")
         check_kept(self.pool, record.lengths(self.pool), kept)
+        before = self._eviction_state((seq,), (0,))
         self.recorder.tokens_evicted += evict(self.pool, [(record, 0, kept)])
+        self._tell_evicted((seq,), before)
         self._states.forget(seq)
 
     def kept_tokens(self, layer_idx: int, seq: int) -> torch.Tensor:
@@ -333,7 +347,7 @@ class PagedKVCache:
         self._check_whole("attach_cached", seq, record)
         if self.plan.eviction is not None and self.plan.eviction.per_step:
             raise ValueError(
-                f"attach_cached: expected a policy that need not see every query, got {self.policy}"
+                f"attach_cached: expected a policy that need not see every query, got {self.plan.eviction}"
             )
         before = self.length(seq)
         for group, sequence_id in zip(self.pool.groups, record.ids, strict=True):
@@ -427,6 +441,8 @@ class PagedKVCache:
             raise ValueError("record_selection: expected False with reserved decoding, got True")
         if self.policy is not None:
             self.policy.check_reservable()
+        if self.plugins:
+            raise ValueError(f"plugins: expected none with reserved decoding, got {self.plugins}")
         for seq, record in zip(sequences, records, strict=True):
             self._check_whole("reserve", seq, record)
         lengths = [self.length(seq) for seq in sequences]
@@ -463,6 +479,7 @@ class PagedKVCache:
         self._open = None
         self.pool.forward_closed(id(self))
         moved: set[int] = set()
+        before = self._eviction_state(forward.sequences, forward.num_new)
         try:
             if committed and forward.eviction is not None:
                 moved, num_evicted = forward.eviction.apply(forward)
@@ -481,7 +498,10 @@ class PagedKVCache:
             else:
                 self.advance(seq, n)
             if n and seq not in forward.prompt_goes_on:
+                if record.in_prompt and self.plugin_stack is not None:
+                    self.plugin_stack.prefill_done(PrefillDone(seq, record.num_tokens(self.pool)))
                 record.in_prompt = False
+        self._tell_evicted(forward.sequences, before)
 
     def advance(self, seq: int, num_new: int) -> None:
         """For forwards only: `num_new` reserved and written tokens become part of the sequence."""
@@ -497,6 +517,42 @@ class PagedKVCache:
         self._reservations.discard(reserved)
         self.pool.reservation_closed(id(self))
         self._trim(reserved.sequences)
+
+    def _eviction_state(self, seqs: Sequence[int], num_new: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Tokens evicted so far and pages, of each sequence and layer group with `num_new` more tokens;
+        nothing where no plugin would be told.
+        """
+        if self.plugin_stack is None:
+            return []
+        page_size = self.config.page_size
+        return [
+            [
+                (evicted, -(-(length + n) // page_size))
+                for evicted, length in zip(record.evicted, record.lengths(self.pool), strict=True)
+            ]
+            for record, n in zip(map(self._record, seqs), num_new, strict=True)
+        ]
+
+    def _tell_evicted(self, seqs: Sequence[int], before: list[list[tuple[int, int]]]) -> None:
+        """Tells plugins what was evicted since `_eviction_state`."""
+        stack = self.plugin_stack
+        if stack is None:
+            return
+        after = self._eviction_state(seqs, [0] * len(seqs))
+        for seq, old, new in zip(seqs, before, after, strict=True):
+            record = self._record(seq)
+            moved = [now > then for (then, _), (now, _) in zip(old, new, strict=True)]
+            if any(moved):
+                full = [length // self.config.page_size for length in record.lengths(self.pool)]
+                unmoved = [0 if has_moved else n for has_moved, n in zip(moved, full, strict=True)]
+                stack.resume(record, unmoved, self.group_of_layer)
+            for group, (evicted, pages), (evicted_now, pages_now) in zip(
+                self.pool.groups, old, new, strict=True
+            ):
+                if evicted_now > evicted:
+                    stack.page_evicted(
+                        PageEvicted(seq, tuple(group.layer_ids), evicted_now - evicted, pages - pages_now)
+                    )
 
     # -- contents --------------------------------------------------------------------------------------------
 
@@ -549,6 +605,10 @@ class PagedKVCache:
             pool_growths=self.pool.num_growths,
         )
 
+    def plugin_reports(self) -> dict[str, dict[str, Any]]:
+        """What each plugin did in this cache, by its name; empty without plugins."""
+        return {} if self.plugin_stack is None else self.plugin_stack.reports()
+
     def reset_stats(self) -> None:
         """Sets the counters to 0 and drops the selection history."""
         self.recorder.reset()
@@ -580,13 +640,20 @@ class PagedKVCache:
         self._states.clear()
         self._finalizer()
 
-    def copy(self, *, config: SparseConfig | None = None, policy: Policy | str | None = None) -> PagedKVCache:
+    def copy(
+        self,
+        *,
+        config: SparseConfig | None = None,
+        policy: Policy | str | None = None,
+        plugins: Sequence[PluginLike] | None = None,
+    ) -> PagedKVCache:
         """A cache over the same pool with a copy-on-write fork of every sequence, under the same handles:
         what was prefilled once can be decoded in several ways.
 
         Args:
             config: of the copy; default the same. Page size, scorer and element type must be the pool's.
             policy: of the copy; default the same ("query_aware" names the one of a cache without policy).
+            plugins: of the copy; default the same, those of the policy aside. Reports begin anew.
 
         Raises:
             ValueError: they do not fit the pool, by name; or another policy should evict from sequences whose
@@ -605,18 +672,18 @@ class PagedKVCache:
             fingerprint=self.fingerprint,
             pool=self.pool,
             policy=self.policy if policy is None else policy,
+            plugins=self._given_plugins if plugins is None else plugins,
         )
         for seq, record in self._records.items():
             copy._check_beginning(seq, record, self)
         for seq, record in self._records.items():
             copy._records[seq] = record.fork(self.pool)
-            if copy.policy != self.policy:
-                copy._records[seq].memory.clear()
+            copy._forget_other_rules(copy._records[seq], self)
         copy._next_handle = self._next_handle
         return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
-        """As `copy`, with the same config and policy."""
+        """As `copy`, with the same config, policy and plugins."""
         memo[id(self)] = copy = self.copy()
         return copy
 
@@ -637,14 +704,21 @@ class PagedKVCache:
 
     def _check_beginning(self, seq: int, record: SequenceRecord, source: PagedKVCache) -> None:
         """Raises ValueError where the policy here can't go on with a sequence that began in `source`."""
-        eviction = self.plan.eviction
-        if eviction is None or source.policy == self.policy or not record.num_tokens(source.pool):
+        rule = self.plan.eviction
+        if rule is None or rule == source.plan.eviction or not record.num_tokens(source.pool):
             return
-        if not record.in_prompt or eviction.per_step:
+        if not record.in_prompt or rule.per_step:
             raise ValueError(
-                f"policy: expected {source.policy}, or sequences whose beginning {self.policy} can do "
+                f"policy: expected {source.policy}, or sequences whose beginning {rule} can do "
                 f"without, got sequence {seq}"
             )
+
+    def _forget_other_rules(self, record: SequenceRecord, source: PagedKVCache) -> None:
+        """Drops what policy and plugins of `source` remember of a sequence, where they are not those here."""
+        if self.plan.eviction != source.plan.eviction:
+            record.memory.clear()
+        if self.plugins != source.plugins:
+            record.plugin_memory.clear()
 
     def _check_not_closed(self, action: str) -> None:
         if not self._finalizer.alive:

@@ -114,6 +114,8 @@ def evict(pool: PagePool, plans: Sequence[tuple[SequenceRecord, int, Kept]]) -> 
                 record.kept[layer_id] = text_positions(record, layer_id, num_tokens, pool).gather(
                     1, kept[layer_id].cpu()
                 )
+        for layer_id in record.kept.keys() - kept.keys():  # these have all tokens since the old frontier
+            record.kept[layer_id] = text_positions(record, layer_id, num_tokens, pool)
         record.frontier = num_tokens
     return evicted
 

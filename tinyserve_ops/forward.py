@@ -23,6 +23,7 @@ from tinyserve_ops.batch_parts import BatchPart, Rows, TokenPart
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.eviction import EvictionRun
 from tinyserve_ops.layer_pool import LayerPool
+from tinyserve_ops.plugins.base import Selection
 from tinyserve_ops.policies.base import TokenRows
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ class ForwardBatch:
         is_decode: every row has exactly one new token.
         cu_query_lens: int32 [batch + 1], where each row's tokens start in the packed tensors.
         prompt_goes_on: sequences whose prompt does not end with this forward.
+        all_left: a plugin has let every token leave the model; what is missing are its keys and values in the
+            layers to come, which `store` takes.
     """
 
     def __init__(
@@ -170,6 +173,15 @@ class ForwardBatch:
         batch = len(num_new)
         self.is_decode = batch > 0 and self.num_tokens == batch and all(n == 1 for n in num_new)
         self._attended = bytearray(cache.num_layers)
+        # None where there are none, and in forwards that must read everything.
+        self._plugins = None if dense else cache.plugin_stack
+        self._records = records
+        self._left: torch.Tensor | None = None  # tokens that left the model, bool [num_tokens]
+        self.all_left = False
+        if cache.plugin_stack is not None:
+            for record in records:
+                full = [length // cache.config.page_size for length in record.lengths(cache.pool)]
+                cache.plugin_stack.resume(record, full, self._group_of)
         if self.is_decode:
             self.host_cu_query_lens = list(range(batch + 1))
             self.cu_query_lens = state.decode_cu_query_lens
@@ -265,15 +277,7 @@ class ForwardBatch:
             RuntimeError: the forward is no longer open, or its cache is gone.
             ValueError: an argument that does not fit, by name.
         """
-        self._open_cache("attend")
-        num_tokens = self.num_tokens
-        if not (q.size(0) == k.size(0) == v.size(0) == num_tokens):
-            raise ValueError(
-                f"q, k, v: expected {num_tokens} packed tokens, got shapes {tuple(q.shape)}, "
-                f"{tuple(k.shape)}, {tuple(v.shape)}"
-            )
-        if not 0 <= layer_idx < len(self._attended):
-            raise ValueError(f"layer_idx: expected 0 to {len(self._attended) - 1}, got {layer_idx}")
+        self._check_layer("attend", layer_idx, q, k, v)
         if self._refuses_window and window > 0:
             raise ValueError(
                 f"window: expected -1 where tokens are evicted, got a sliding window of {window}"
@@ -329,6 +333,74 @@ class ForwardBatch:
         self._attended[layer_idx] = 1
         return torch.empty_like(q) if out is None else out
 
+    def store(self, layer_idx: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Appends the new keys and values of a layer whose attention is not computed: its tokens have left
+        the model. Arguments and errors as for `attend`.
+        """
+        self._check_layer("store", layer_idx, k, k, v)
+        tables = self._state.tables[self._group_of[layer_idx]]
+        append_tokens(self._layers[layer_idx], k, v, self.cu_query_lens, tables.seq_lens, tables.page_table)
+        if self._plugins is not None:
+            self._plugins.tokens_left(0, self.num_tokens)
+        self._attended[layer_idx] = 1
+
+    @property
+    def logit_layers(self) -> frozenset[int]:
+        """Layers after which a plugin wants to see logits (`logits_ready`)."""
+        return frozenset() if self._plugins is None else self._plugins.logit_layers
+
+    def tokens_to_ask(self) -> torch.Tensor:
+        """Packed indices of the tokens that a plugin may let leave: those after the prompt that are still in
+        the model.
+        """
+        starts = self.host_cu_query_lens
+        asked = [
+            token
+            for row, record in enumerate(self._records)
+            if not record.in_prompt
+            for token in range(starts[row], starts[row + 1])
+        ]
+        tokens = torch.tensor(asked, dtype=torch.int64, device=self.cu_query_lens.device)
+        return tokens if self._left is None else tokens[~self._left[tokens]]
+
+    def logits_ready(self, layer_idx: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        """Asks the plugins which tokens leave the model after a layer.
+
+        Args:
+            tokens: `tokens_to_ask()`.
+            logits: [len(tokens), vocabulary], if the model ended with this layer.
+        """
+        assert self._plugins is not None
+        leaving = self._plugins.logits_ready(layer_idx, logits)
+        if leaving is None or not bool(leaving.any()):
+            return
+        left = torch.zeros(self.num_tokens, dtype=torch.bool, device=tokens.device)
+        if self._left is not None:
+            left |= self._left
+        left[tokens[leaving]] = True
+        self._left, self.all_left = left, bool(left.all())
+
+    def tokens_left(self) -> torch.Tensor | None:
+        """Tokens that have left the model while others go on, bool [num_tokens]: what a layer that was
+        computed for all made of them is dropped. None where no token has.
+        """
+        if self._left is not None and self._plugins is not None:
+            self._plugins.tokens_left(int(self._left.sum()), 0)
+        return self._left
+
+    def _check_layer(
+        self, action: str, layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        self._open_cache(action)
+        num_tokens = self.num_tokens
+        if not (q.size(0) == k.size(0) == v.size(0) == num_tokens):
+            raise ValueError(
+                f"q, k, v: expected {num_tokens} packed tokens, got shapes {tuple(q.shape)}, "
+                f"{tuple(k.shape)}, {tuple(v.shape)}"
+            )
+        if not 0 <= layer_idx < len(self._attended):
+            raise ValueError(f"layer_idx: expected 0 to {len(self._attended) - 1}, got {layer_idx}")
+
     def _attend_selected(
         self,
         layer_idx: int,
@@ -358,9 +430,20 @@ class ForwardBatch:
             sm_scale,
             window,
         )
+        plugins = self._plugins
         page_scores = policy.score(view)
+        if plugins is not None:
+            records = self._records_of(part)
+            page_scores = plugins.pages_scored(view, lengths, records, page_scores)
         selected_pages, num_selected = policy.select(view, page_scores)
-        out, _, _ = ops.attend_pages(
+        estimates: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+        if plugins is not None:
+            selection = plugins.pages_selected(
+                view, lengths, records, page_scores, Selection(selected_pages, num_selected)
+            )
+            selected_pages, num_selected = selection.selected_pages, selection.num_selected
+            estimates = selection.estimates
+        out, lse, _ = ops.attend_pages(
             q,
             part.cu_query_lens,
             seq_lens,
@@ -385,7 +468,15 @@ class ForwardBatch:
             num_selected,
             scans_summaries=policy.scans_summaries,
         )
+        if estimates:
+            outs, lses = zip((out, lse), *estimates, strict=True)
+            out, _ = ops.merge_states(torch.stack(outs), torch.stack(lses))
         return out
+
+    def _records_of(self, part: BatchPart) -> list[SequenceRecord]:
+        """Record of each row of a part."""
+        by_sequence = dict(zip(self.sequences, self._records, strict=True))
+        return [by_sequence[seq] for seq in part.sequences]
 
     def commit(self, *, allow_missing_layers: bool = False) -> None:
         """Advances length and next position of every row by its new tokens. Called once, after the last

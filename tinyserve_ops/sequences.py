@@ -26,7 +26,8 @@ class SequenceRecord:
     `evicted` counts the tokens that each kv head of a group has lost; `kept` says which of the first
     `frontier` tokens a layer has still (int64 [num_kv_heads, n], ascending; layers that lost nothing are not
     in it), the later ones are all there. `memory` is what an eviction policy keeps from forward to forward,
-    by layer; its values are never changed in place, so that forks may share them.
+    by layer, `plugin_memory` the same by plugin; values are never changed in place, so that forks may share
+    them.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class SequenceRecord:
         "memory",
         "next_position",
         "pins",
+        "plugin_memory",
         "reserved",
         "versions",
     )
@@ -57,6 +59,7 @@ class SequenceRecord:
         self.kept: dict[int, torch.Tensor] = {}
         self.frontier = 0
         self.memory: dict[int, Any] = {}
+        self.plugin_memory: dict[str, dict[int, Any]] = {}
 
     def fork(self, pool: PagePool) -> SequenceRecord:
         """A record of new sequences that share the committed pages of these."""
@@ -69,6 +72,7 @@ class SequenceRecord:
         forked.in_prompt = self.in_prompt
         forked.evicted, forked.frontier = list(self.evicted), self.frontier
         forked.kept, forked.memory = dict(self.kept), dict(self.memory)
+        forked.plugin_memory = {name: dict(memory) for name, memory in self.plugin_memory.items()}
         return forked
 
     def lengths(self, pool: PagePool) -> list[int]:

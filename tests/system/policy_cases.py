@@ -10,6 +10,7 @@ from tinyserve_ops import PagedKVCache, policies
 from tinyserve_ops.policies import EvictionPolicy
 
 _PARAMETERS: dict[str, dict[str, float]] = {
+    "entropy_stop": {"threshold": 0.0},  # what leaves, and when, is for test_early_exit.py
     "pyramidkv": {"window": 4, "beta": 2},
     "snapkv": {"window": 8},
     "soft_prune": {"threshold": 0.9},

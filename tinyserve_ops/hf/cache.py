@@ -21,11 +21,13 @@ from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.forward import ForwardBatch, append_tokens
+from tinyserve_ops.hf.early_exit import check_hooked
 from tinyserve_ops.hf.layer import TinyServeLayer
 from tinyserve_ops.hf.padding import PadRuns, new_tokens
 from tinyserve_ops.hf.reserved_decoding import ReservedDecoding
 from tinyserve_ops.hf.support import fingerprint, max_positions
-from tinyserve_ops.policies import EvictionPolicy, Policy, PolicyPlan
+from tinyserve_ops.plugins import Plugin, PluginLike, PluginStack, resolve
+from tinyserve_ops.policies import Policy, PolicyPlan
 from tinyserve_ops.stats import CacheStats
 
 __all__ = ["ATTENTION_NAME", "MASK_SENTINEL", "MASK_SENTINEL_RESERVED", "TinyServeCache"]
@@ -69,9 +71,10 @@ class TinyServeCache(ReservedDecoding):
         sparse: how decode steps choose pages; default `SparseConfig()`.
         max_tokens: capacity of the pool, summed over rows; default rows x the model's positions (the pool
             grows when needed).
-        policy, layer_groups: as for `PagedKVCache`.
+        policy, layer_groups, plugins: as for `PagedKVCache`.
 
     Attributes:
+        plugins: those at work, of the policy first.
         prompt_length: padded positions of a prompt that comes in several forwards, until `reset`. None: the
             first forward of a row is its prompt. Policies rule over what follows the prompt; `generate` sets
             it where it cuts a prompt (`prefill_chunk_size`).
@@ -85,13 +88,20 @@ class TinyServeCache(ReservedDecoding):
         max_tokens: int | None = None,
         policy: Policy | str | None = None,
         layer_groups: Sequence[Sequence[int]] | None = None,
+        plugins: Sequence[PluginLike] | None = None,
     ) -> None:
-        self._on_delete: Callable[[CacheStats], None] | None = None
+        self._on_delete: Callable[[CacheStats, dict[str, dict[str, Any]]], None] | None = None
         self._kv: PagedKVCache | None = None
         self.config = config.get_text_config(decoder=True)  # the very object the attention modules look at
         self.sparse = sparse if sparse is not None else SparseConfig()
         self.num_layers = int(self.config.num_hidden_layers)
-        self.policy = PolicyPlan.make(policy, self.sparse, self.num_layers).policy
+        plan = PolicyPlan.make(policy, self.sparse, self.num_layers)
+        self.policy = plan.policy
+        self._given_plugins = resolve(plugins)
+        # The stack at work is that of the paged cache, made with the first keys; errors should come now.
+        stack, self._plan = PluginStack.make(self._given_plugins, plan, self.sparse, self.num_layers)
+        self.plugins: tuple[Plugin, ...] = () if stack is None else stack.plugins
+        self._reads_logits = stack is not None and bool(stack.logit_layers)
         self.prompt_length: int | None = None
         self._max_tokens = max_tokens
         self._layer_groups = layer_groups
@@ -269,6 +279,10 @@ class TinyServeCache(ReservedDecoding):
         self._sync()
         return self.kv.stats()
 
+    def plugin_reports(self) -> dict[str, dict[str, Any]]:
+        """What each plugin did in this cache, by its name. RuntimeError before the first forward."""
+        return self.kv.plugin_reports()
+
     def dense(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v) of a layer, each [batch, num_kv_heads, length, head_dim] in padded positions, zeros at pads.
         Copies.
@@ -300,12 +314,16 @@ class TinyServeCache(ReservedDecoding):
         return self.dense(layer_idx)
 
     def copy(
-        self, *, sparse: SparseConfig | None = None, policy: Policy | str | None = None
+        self,
+        *,
+        sparse: SparseConfig | None = None,
+        policy: Policy | str | None = None,
+        plugins: Sequence[PluginLike] | None = None,
     ) -> TinyServeCache:
         """A copy-on-write copy: pages are shared until either side writes to them.
 
         Args:
-            sparse, policy: of the copy, as for `PagedKVCache.copy`; default the same.
+            sparse, policy, plugins: of the copy, as for `PagedKVCache.copy`; default the same.
         """
         self._suspend()
         new = TinyServeCache(
@@ -314,17 +332,18 @@ class TinyServeCache(ReservedDecoding):
             max_tokens=self._max_tokens,
             policy=self.policy if policy is None else policy,
             layer_groups=self._layer_groups,
+            plugins=self._given_plugins if plugins is None else plugins,
         )
         new.prompt_length = self.prompt_length
         if self._kv is not None:
-            new._kv = self._kv.copy(config=new.sparse, policy=new.policy)
+            new._kv = self._kv.copy(config=new.sparse, policy=new.policy, plugins=new._given_plugins)
         new._seqs, new._pads, new._reserve_tokens = list(self._seqs), self._pads.copy(), self._reserve_tokens
         self._resume()
         new._resume()
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TinyServeCache:
-        """As `copy`, with the same config and policy."""
+        """As `copy`, with the same config, policy and plugins."""
         memo[id(self)] = new = self.copy()
         return new
 
@@ -332,7 +351,7 @@ class TinyServeCache(ReservedDecoding):
         if self._on_delete is not None and self._kv is not None and not sys.is_finalizing():
             if self._kv.sequences:  # none: the cycle collector has closed it already
                 self._suspend()
-            self._on_delete(self._kv.stats())
+            self._on_delete(self._kv.stats(), self._kv.plugin_reports())
 
     def __repr__(self) -> str:
         return f"TinyServeCache(layers={self.num_layers}, rows={len(self._seqs)}, length={self._pads.length})"
@@ -375,6 +394,30 @@ class TinyServeCache(ReservedDecoding):
         if layer_idx == self.num_layers - 1:
             self._commit()
         return out.view(batch_size, num_new, num_heads, out.size(2))
+
+    @property
+    def open_batch(self) -> ForwardBatch | None:
+        """The forward of real tokens that is under way."""
+        return None if self._forward is None else self._forward.batch
+
+    @property
+    def packed_index(self) -> torch.Tensor | None:
+        """Where the packed tokens of the forward under way lie in [batch * num_new], int64; None: all of
+        them, in order.
+        """
+        return None if self._forward is None else self._forward.index
+
+    def store(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores the new keys and values of a layer that is left out, in a forward under way; shapes as for
+        `attend`.
+        """
+        forward = self._forward
+        assert forward is not None
+        assert forward.batch is not None
+        forward.last_layer = layer_idx
+        forward.batch.store(layer_idx, _pack(key, forward.index), _pack(value, forward.index))
+        if layer_idx == self.num_layers - 1:
+            self._commit()
 
     def _forward_at(
         self,
@@ -468,6 +511,8 @@ class TinyServeCache(ReservedDecoding):
                 f"{self.num_layers} layers), got another one ({type(config).__name__}); "
                 "make a new cache for it"
             )
+        if self._reads_logits and module is not None:
+            check_hooked(module)
         if self._kv is not None and (key.size(1), key.size(3)) != (self._kv.num_kv_heads, self._kv.head_dim):
             raise ValueError(
                 f"cache: expected keys of {self._kv.num_kv_heads} heads of {self._kv.head_dim}, "
@@ -494,14 +539,16 @@ class TinyServeCache(ReservedDecoding):
             fingerprint=fingerprint(self.config),
             policy=self.policy,
             layer_groups=self._layer_groups,
+            plugins=self._given_plugins,
         )
 
     def _update_for_other_attention(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(self.policy, EvictionPolicy):
+        if self._plan.eviction is not None or self.plugins:
+            names = [item.name for item in (self.policy, *self.plugins) if item is not None]
             raise ValueError(
-                f"attn_implementation: expected {ATTENTION_NAME!r} with policy {self.policy.name} "
+                f"attn_implementation: expected {ATTENTION_NAME!r} with policy {', '.join(names)} "
                 f"(call enable), got {self.config._attn_implementation!r}"
             )
         forward = self._forward_at(layer_idx, None, key, self._all_real(key) if self._pads else None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,13 +20,16 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from tinyserve_ops import plugins as plugins_module
 from tinyserve_ops import policies
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.hf.attention import register, reset_dense_warning
 from tinyserve_ops.hf.cache import ATTENTION_NAME, TinyServeCache
+from tinyserve_ops.hf.early_exit import EarlyExitHook
 from tinyserve_ops.hf.packed import PackedBatch
 from tinyserve_ops.hf.support import cache_argument, check_model, check_positions, max_positions, unwrap_model
-from tinyserve_ops.policies import Policy
+from tinyserve_ops.plugins import Plugin, PluginLike, PluginStack
+from tinyserve_ops.policies import Policy, PolicyPlan
 from tinyserve_ops.stats import CacheStats
 
 __all__ = ["Handle", "disable", "enable"]
@@ -43,17 +47,28 @@ class Handle:
     """What `enable` returns: makes caches, reads their counters, and undoes the switch. A context manager.
 
     Attributes:
-        config, policy: the `SparseConfig` and the policy of caches made through this handle.
+        config, policy, plugins: the `SparseConfig`, the policy and the plugins of caches made through this
+            handle.
     """
 
-    def __init__(self, model: PreTrainedModel, config: SparseConfig, policy: Policy | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: SparseConfig,
+        policy: Policy | None,
+        plugins: tuple[Plugin, ...],
+        early_exit: EarlyExitHook | None,
+    ) -> None:
         self.config = config
         self.policy = policy
+        self.plugins = plugins
+        self._early_exit = early_exit
         self._model = weakref.ref(model)  # a strong one would keep every enabled model alive
         self._previous = model.config._attn_implementation
         self._num_caches = 0
         self._last_cache: weakref.ref[TinyServeCache] | None = None
         self._last_stats: CacheStats | None = None
+        self._last_reports: dict[str, dict[str, Any]] = {}
         self._hook: RemovableHandle | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -79,18 +94,20 @@ class Handle:
         Args:
             max_tokens: capacity summed over rows; default rows x the model's positions.
         """
-        cache = TinyServeCache(self.model.config, self.config, max_tokens=max_tokens, policy=self.policy)
+        cache = TinyServeCache(
+            self.model.config, self.config, max_tokens=max_tokens, policy=self.policy, plugins=self.plugins
+        )
         self._num_caches += 1
         cache._on_delete = functools.partial(self._keep_stats, self._num_caches)
         self._last_cache, self._last_stats = weakref.ref(cache), None
         return cache
 
-    def _keep_stats(self, number: int, stats: CacheStats) -> None:
+    def _keep_stats(self, number: int, stats: CacheStats, reports: dict[str, dict[str, Any]]) -> None:
         """A cache is going: its counters stay, its pages don't. An older cache that goes later says
         nothing.
         """
         if number == self._num_caches:
-            self._last_stats = stats
+            self._last_stats, self._last_reports = stats, reports
 
     def stats(self) -> CacheStats:
         """Counters of the cache made last, by `generate` or by `new_cache`, also after that cache is gone.
@@ -106,6 +123,16 @@ class Handle:
                 "Handle.stats: expected a cache that has seen a forward, got none; generate something first"
             )
         return self._last_stats
+
+    def plugin_reports(self) -> dict[str, dict[str, Any]]:
+        """What each plugin did in the cache made last, by its name, also after that cache is gone.
+
+        Raises:
+            RuntimeError: no cache of this handle has seen a forward yet.
+        """
+        self.stats()
+        cache = self._last_cache() if self._last_cache is not None else None
+        return self._last_reports if cache is None else cache.plugin_reports()
 
     def disable(self) -> None:
         """Gives the model back its previous attention. A second call does nothing."""
@@ -123,7 +150,12 @@ class Handle:
 
 
 def enable(
-    model: Any, config: SparseConfig | None = None, *, policy: Policy | str | None = None, **keywords: Any
+    model: Any,
+    config: SparseConfig | None = None,
+    *,
+    policy: Policy | str | None = None,
+    plugins: Sequence[PluginLike] | None = None,
+    **keywords: Any,
 ) -> Handle:
     """Switches a transformers model to sparse attention over a paged KV cache. `model.generate(...)` then
     works as before.
@@ -133,6 +165,8 @@ def enable(
         config: a `SparseConfig`; or give its fields as keywords (`token_budget=2048, page_size=16, ...`).
         policy: which keys and values are left out, a `tinyserve_ops.policies.Policy` or its name; None is the
             query-aware selection of the config.
+        plugins: changes at the stages of the pipeline, in their order: `tinyserve_ops.plugins.Plugin`s, their
+            names or dicts.
 
     Returns:
         A `Handle`; call `disable()` on it or use it as a context manager.
@@ -152,9 +186,10 @@ def enable(
         raise TypeError(f"config: expected a SparseConfig, got {type(config).__name__}")
     sparse = config if config is not None else SparseConfig(**keywords)
     policy = policies.resolve(policy)
-    if policy is not None:
-        policy.check(sparse)
+    given = plugins_module.resolve(plugins)
     inner = unwrap_model(model)
+    num_layers = int(inner.config.get_text_config(decoder=True).num_hidden_layers)
+    stack, _ = PluginStack.make(given, PolicyPlan.make(policy, sparse, num_layers), sparse, num_layers)
     with _lock:
         if inner in _handles:
             raise ValueError(
@@ -163,7 +198,8 @@ def enable(
             )
         check_model(inner)
         register()
-        handle = Handle(inner, sparse, policy)
+        early_exit = EarlyExitHook(inner) if stack is not None and stack.logit_layers else None
+        handle = Handle(inner, sparse, policy, given, early_exit)
         inner.set_attn_implementation(ATTENTION_NAME)
         handle._hook = inner.register_forward_pre_hook(_check_forward, with_kwargs=True)
         handle._finalizer = weakref.finalize(inner, _remove_hook_when_unused)
@@ -192,6 +228,8 @@ def _disable(model: PreTrainedModel, handle: Handle) -> None:
         del _handles[model]
         if handle._hook is not None:
             handle._hook.remove()
+        if handle._early_exit is not None:
+            handle._early_exit.remove()
         if handle._finalizer is not None:
             handle._finalizer.detach()
         # A model that was enabled, copied, and enabled again has our own name as its previous one.

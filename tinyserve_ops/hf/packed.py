@@ -18,6 +18,7 @@ from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.forward import ForwardBatch
 from tinyserve_ops.hf.cache import ATTENTION_NAME, MASK_SENTINEL
+from tinyserve_ops.hf.early_exit import check_hooked_model
 from tinyserve_ops.hf.layer import TinyServeLayer
 from tinyserve_ops.hf.link import LinkedCache
 from tinyserve_ops.hf.support import (
@@ -28,6 +29,7 @@ from tinyserve_ops.hf.support import (
     takes_argument,
     unwrap_model,
 )
+from tinyserve_ops.plugins import PluginLike
 from tinyserve_ops.policies import Policy
 
 __all__ = ["PackedBatch", "new_paged_cache"]
@@ -40,13 +42,14 @@ def new_paged_cache(
     max_tokens: int | None = None,
     policy: Policy | str | None = None,
     layer_groups: Sequence[Sequence[int]] | None = None,
+    plugins: Sequence[PluginLike] | None = None,
 ) -> PagedKVCache:
     """A `PagedKVCache` of the shape, dtype and device of `model`.
 
     Args:
         sparse: how decode steps choose pages; default `SparseConfig()`.
         max_tokens: capacity, summed over sequences; default the model's positions.
-        policy, layer_groups: as for `PagedKVCache`.
+        policy, layer_groups, plugins: as for `PagedKVCache`.
     """
     inner = unwrap_model(model)
     config = inner.config.get_text_config(decoder=True)
@@ -62,6 +65,7 @@ def new_paged_cache(
         fingerprint=fingerprint(config),
         policy=policy,
         layer_groups=layer_groups,
+        plugins=plugins,
     )
 
 
@@ -106,6 +110,8 @@ class PackedBatch(LinkedCache):
         expected = fingerprint(self.config)
         if kv.fingerprint not in ("", expected):
             raise ValueError(f"kv: expected one made for {expected!r}, got one for {kv.fingerprint!r}")
+        if kv.plugin_stack is not None and kv.plugin_stack.logit_layers:
+            check_hooked_model(inner)
         self.batch: ForwardBatch | None = None
         self._last = torch.empty(0, dtype=torch.int64)  # packed index of each row's last token
         self._cache_argument = cache_argument(inner)
@@ -185,6 +191,23 @@ class PackedBatch(LinkedCache):
         if layer_idx == self.num_layers - 1:
             batch.commit()
         return out.unsqueeze(0)
+
+    @property
+    def open_batch(self) -> ForwardBatch | None:
+        """The forward under way."""
+        return self.batch
+
+    @property
+    def packed_index(self) -> None:
+        """None: the tokens are packed already."""
+        return None
+
+    def store(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores the new keys and values of a layer that is left out, [1, num_kv_heads, total, head_dim]."""
+        batch = self._current()
+        batch.store(layer_idx, *(x.transpose(1, 2).flatten(0, 1) for x in (key, value)))
+        if layer_idx == self.num_layers - 1:
+            batch.commit()
 
     def _current(self) -> ForwardBatch:
         if self.batch is None:

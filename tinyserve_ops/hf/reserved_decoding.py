@@ -16,6 +16,7 @@ from tinyserve_ops.errors import OutOfPagesError
 from tinyserve_ops.hf.link import LinkedCache
 from tinyserve_ops.hf.padding import PadRuns
 from tinyserve_ops.hf.support import cache_argument, takes_argument, unwrap_model
+from tinyserve_ops.plugins import Plugin
 from tinyserve_ops.policies import Policy
 from tinyserve_ops.reserved import ReservedBatch
 
@@ -28,6 +29,7 @@ class ReservedDecoding(LinkedCache):
     num_layers: int
     policy: Policy | None
     _kv: PagedKVCache | None
+    plugins: tuple[Plugin, ...]
     _seqs: list[int]
     _pads: PadRuns
 
@@ -64,6 +66,8 @@ class ReservedDecoding(LinkedCache):
             raise ValueError(f"max_tokens: expected a positive integer, got {max_tokens!r}")
         if self.policy is not None:
             self.policy.check_reservable()
+        if self.plugins:
+            raise ValueError(f"plugins: expected none with reserved decoding, got {self.plugins}")
         self._suspend()
         previous, self._reserve_tokens = self._reserve_tokens, max_tokens
         try:

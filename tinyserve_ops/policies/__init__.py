@@ -7,6 +7,7 @@ these, or its name. None is the query-aware selection of the config.
 from __future__ import annotations
 
 from tinyserve_ops.policies.base import Policy, SelectionPolicy, TokenRows
+from tinyserve_ops.policies.entropy_stop import EntropyStop
 from tinyserve_ops.policies.eviction import EvictionPolicy, Observed, SequenceTokens, keep_best
 from tinyserve_ops.policies.full_cache import FullCache
 from tinyserve_ops.policies.h2o import H2O
@@ -21,6 +22,7 @@ from tinyserve_ops.policies.streaming_llm import StreamingLLM
 
 __all__ = [
     "H2O",
+    "EntropyStop",
     "EvictionPolicy",
     "FullCache",
     "Observed",
@@ -43,5 +45,15 @@ __all__ = [
     "resolve",
 ]
 
-for _policy_class in (FullCache, H2O, Oracle, PyramidKV, QueryAware, SnapKV, SoftPrune, StreamingLLM):
+for _policy_class in (
+    EntropyStop,
+    FullCache,
+    H2O,
+    Oracle,
+    PyramidKV,
+    QueryAware,
+    SnapKV,
+    SoftPrune,
+    StreamingLLM,
+):
     register(_policy_class)

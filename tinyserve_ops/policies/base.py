@@ -43,6 +43,10 @@ class Policy:
     def check(self, config: SparseConfig) -> None:
         """Raises ValueError, by name, where the config of a cache does not go with this policy."""
 
+    def plugins(self) -> tuple[dict[str, Any], ...]:
+        """Plugins that belong to this policy, as `plugins.from_dict` takes them."""
+        return ()
+
     def check_reservable(self) -> None:
         """Raises ValueError where reserved decoding can't honour this policy."""
         if not self.reservable:

@@ -19,7 +19,10 @@ from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.layer_pool import LayerPool
 from tinyserve_ops.policies.base import Policy
 
-__all__ = ["EvictionPolicy", "Observed", "SequenceTokens", "keep_best"]
+__all__ = ["EvictionPolicy", "Observed", "SequenceTokens", "add_attention", "keep_best"]
+
+# Queries whose attention to all keys is held at once.
+_BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,3 +164,18 @@ def keep_best(scores: Tensor, num_best: int, length: int) -> Tensor:
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_best].sort(dim=1).values
     last = torch.arange(scores.size(1), length, device=scores.device).expand(scores.size(0), -1)
     return torch.cat([best, last], dim=1)
+
+
+def add_attention(scores: Tensor, tokens: SequenceTokens) -> None:
+    """Adds to `scores` fp32 [num_kv_heads, length] the attention probabilities of the new queries over all
+    tokens up to theirs, summed over queries and the query heads of a kv head; block by block.
+    """
+    keys, queries = tokens.keys(), tokens.grouped_queries()
+    slots = torch.arange(tokens.length, device=scores.device)
+    for start in range(0, tokens.num_new, _BLOCK):
+        stop = min(start + _BLOCK, tokens.num_new)
+        end = tokens.num_stored + stop  # keys behind the block's last query are seen by none of it
+        hidden = slots[:end] > slots[tokens.num_stored + start : end, None]
+        for head in range(scores.size(0)):
+            logits = tokens.sm_scale * queries[head, :, start:stop] @ keys[head, :end].T
+            scores[head, :end] += logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum((0, 1))

@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tinyserve_ops.policies.eviction import EvictionPolicy, Observed, SequenceTokens, keep_best
+from tinyserve_ops.policies.eviction import (
+    EvictionPolicy,
+    Observed,
+    SequenceTokens,
+    add_attention,
+    keep_best,
+)
 
 __all__ = ["H2O"]
-
-# Queries whose attention to all keys is held at once, while a prompt is scored.
-_BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class H2O(EvictionPolicy):
             scores[:, : tokens.num_stored] = memory
         if not tokens.in_prompt:
             return self._observe_steps(scores, tokens)
-        _add_prompt_scores(scores, tokens)
+        add_attention(scores, tokens)
         budget = tokens.budget
         if not tokens.ends_prompt or tokens.length <= budget:
             return Observed(scores)
@@ -77,16 +80,3 @@ class H2O(EvictionPolicy):
             return Observed(scores, out=out)
         kept = alive.nonzero()[:, 1].view(alive.size(0), -1)
         return Observed(scores.gather(1, kept), kept, out)
-
-
-def _add_prompt_scores(scores: Tensor, tokens: SequenceTokens) -> None:
-    """Adds the attention of the new queries to `scores` [num_kv_heads, length], block by block."""
-    keys, queries = tokens.keys(), tokens.grouped_queries()
-    slots = torch.arange(tokens.length, device=scores.device)
-    for start in range(0, tokens.num_new, _BLOCK):
-        stop = min(start + _BLOCK, tokens.num_new)
-        end = tokens.num_stored + stop  # keys behind the block's last query are seen by none of it
-        hidden = slots[:end] > slots[tokens.num_stored + start : end, None]
-        for head in range(scores.size(0)):
-            logits = tokens.sm_scale * queries[head, :, start:stop] @ keys[head, :end].T
-            scores[head, :end] += logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum((0, 1))

@@ -17,13 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from tinyserve_ops.arguments import check_number
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.policies.base import SelectionPolicy, TokenRows
-from tinyserve_ops.scorers import find_op_scorer
+from tinyserve_ops.policies.log_mass import check_log_mass, is_forced, keep_listed, page_shares
 
 __all__ = ["SoftPrune"]
 
@@ -47,17 +46,7 @@ class SoftPrune(SelectionPolicy):
 
     def check(self, config: SparseConfig) -> None:
         """The scorer must estimate masses."""
-        scorer, _ = find_op_scorer(config.scorer, allow_public=True)
-        if scorer.token_reduction != "logsumexp":
-            raise ValueError(
-                "scorer: expected low_rank for policy soft_prune (scores that are logarithms of mass), "
-                f"got {config.scorer!r}"
-            )
-        if config.op_group_reduction != "softmax":
-            raise ValueError(
-                "group_reduction: expected softmax for policy soft_prune (the query heads' shares, added), "
-                f"got {config.op_group_reduction!r}"
-            )
+        check_log_mass(config, "policy soft_prune")
 
     def score(self, rows: TokenRows) -> Tensor:
         """Logarithm of each page's estimated mass, up to a constant of the row."""
@@ -66,14 +55,7 @@ class SoftPrune(SelectionPolicy):
     def select(self, rows: TokenRows, page_scores: Tensor) -> tuple[Tensor, Tensor]:
         """The best pages of the budget, less those that fail."""
         best, _ = rows.select_pages(page_scores)
-        has_estimate = page_scores.isfinite()  # not an open page, one that is not seen, or one with NaN keys
-        shares = page_scores.masked_fill(~has_estimate, -torch.inf).softmax(-1)
+        shares, has_estimate = page_shares(page_scores)
         passes = shares * has_estimate.sum(-1, keepdim=True) >= self.threshold
-        last_page = (rows.seq_lens // rows.pool.page_size)[:, None, None]
-        forced = (best < rows.config.num_sink_pages) | (best > last_page - rows.config.num_recent_pages)
-        index = best.long().clamp(min=0)
-        passes = (passes | ~has_estimate).gather(-1, index) | forced
-        passes &= best >= 0
-        none = torch.iinfo(torch.int32).max
-        selected_pages = best.masked_fill(~passes, none).sort(-1).values
-        return selected_pages.masked_fill(selected_pages == none, -1), passes.sum(-1, dtype=torch.int32)
+        passes = (passes | ~has_estimate).gather(-1, best.long().clamp(min=0))
+        return keep_listed(best, passes | is_forced(rows, best))
