@@ -82,8 +82,11 @@ class Task(Protocol):
         metric: the headline metric, a key of `summary`.
     """
 
-    name: str
-    metric: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def metric(self) -> str: ...
 
     def samples(self, tokenizer: Any, *, num_samples: int, num_tokens: int, seed: int) -> Iterator[Sample]:
         """Yields up to `num_samples` samples with prompts of at most `num_tokens` tokens; the same arguments
