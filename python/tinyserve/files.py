@@ -27,7 +27,9 @@ _READ_SIZE = 4 << 20
 
 
 def cache_directory() -> Path:
-    """The folder for converted models: `TINYSERVE_CACHE`, or `tinyserve` in the platform's user cache."""
+    """The folder for converted models and fetched texts: `TINYSERVE_CACHE`, or `tinyserve` in the platform's
+    user cache.
+    """
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser()
     if sys.platform == "darwin":
@@ -66,8 +68,12 @@ def write_manifest(folder: Path, facts: dict[str, object]) -> None:
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def folder_is_intact(folder: Path, facts: dict[str, object]) -> bool:
-    """True when the manifest states these facts and every file it lists still has its size and sha256."""
+def folder_is_intact(folder: Path, facts: dict[str, object], what: str = "model") -> bool:
+    """True when the manifest states these facts and every file it lists still has its size and sha256.
+
+    Args:
+        what: is in the folder, for the progress bar.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, dict[str, object]] = manifest["files"]
@@ -76,20 +82,22 @@ def folder_is_intact(folder: Path, facts: dict[str, object]) -> bool:
         if any((folder / name).stat().st_size != entry["bytes"] for name, entry in files.items()):
             return False
         with byte_bar(
-            "checking the cached model", sum(int(str(entry["bytes"])) for entry in files.values())
+            f"checking the cached {what}", sum(int(str(entry["bytes"])) for entry in files.values())
         ) as progress:
             return all(sha256_of(folder / name, progress) == entry["sha256"] for name, entry in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def build_folder(target: Path, facts: dict[str, object], fill: Callable[[Path], None]) -> Path:
+def build_folder(
+    target: Path, facts: dict[str, object], fill: Callable[[Path], None], what: str = "model"
+) -> Path:
     """Returns `target`, made by `fill(temporary folder)` unless an intact one is already there.
 
     The work happens in a temporary sibling that is renamed at the end: a crash leaves no half-made `target`,
     and of two processes that convert at once the later one finds the earlier one's folder and drops its own.
     """
-    if folder_is_intact(target, facts):
+    if folder_is_intact(target, facts, what):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -97,18 +105,18 @@ def build_folder(target: Path, facts: dict[str, object], fill: Callable[[Path], 
         fill(work)
         write_manifest(work, facts)
         work.chmod(0o755)  # mkdtemp makes the folder private; a shared cache should be readable
-        _move_into_place(work, target, facts)
+        _move_into_place(work, target, facts, what)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
 
 
-def _move_into_place(work: Path, target: Path, facts: dict[str, object]) -> None:
+def _move_into_place(work: Path, target: Path, facts: dict[str, object], what: str) -> None:
     with contextlib.suppress(OSError):
         work.rename(target)
         return
     # Something is there: another process's good copy, or a damaged one that has to go first.
-    if folder_is_intact(target, facts):
+    if folder_is_intact(target, facts, what):
         return
     discarded = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
     target.rename(discarded / target.name)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinyserve.errors import UsageError
+from tinyserve.haystack import MARK, around, build_haystack, encode, room, take
 from tinyserve.texts import blocks
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ _THINGS = (
     "windmill",
     "aquarium",
 )
-_MARK = "\u241f"  # stands for the long text while the chat template is rendered; no play contains it
-_INSTRUCTION = (
+_LENGTH = "--context"  # the option that errors name
+INSTRUCTION = (
     "There is important information hidden inside a lot of irrelevant text. Find it and memorize it."
 )
 
@@ -96,55 +97,21 @@ def build_prompt(
     Raises:
         UsageError: the length is too small for instruction and question, or the text is too short for it.
     """
-    head, tail = _around_text(tokenizer, needle)
-    needle_ids = _encode(tokenizer, needle.sentence + "\n\n")
-    room = num_tokens - len(head) - len(needle_ids) - len(tail)
-    if room < 1:
-        smallest = num_tokens - room + 1
-        raise UsageError(
-            f"--context: expected at least {smallest} tokens for instruction and question, got {num_tokens}"
-        )
-    pieces = _excerpt(tokenizer, text, room, seed)
-    gaps = [0]
-    for piece in pieces:
-        gaps.append(gaps[-1] + len(piece))
-    gap = min(gaps, key=lambda position: abs(position - depth * room))
-    hay = [token for piece in pieces for token in piece]
-    start = len(head) + gap
-    token_ids = head + hay[:gap] + needle_ids + hay[gap:] + tail
-    assert len(token_ids) == num_tokens
-    return Prompt(token_ids, needle, start, start + len(needle_ids))
-
-
-def _around_text(tokenizer: PreTrainedTokenizerBase, needle: Needle) -> tuple[list[int], list[int]]:
-    """Token ids before and after the long text."""
-    message = f"{_INSTRUCTION}\n\n{_MARK}\n\n{needle.question}"
-    if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": message}]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        head, tail = str(rendered).split(_MARK)
-        return _encode(tokenizer, head), _encode(tokenizer, tail + needle.answer_start)
-    head, tail = message.split(_MARK)
-    # Without a chat template the tokenizer adds what its model expects at the start (a BOS token, or
-    # nothing).
-    return list(tokenizer.encode(head)), _encode(tokenizer, f"{tail} {needle.answer_start}")
+    head, tail = around(tokenizer, f"{INSTRUCTION}\n\n{MARK}\n\n{needle.question}", needle.answer_start)
+    hidden = [encode(tokenizer, needle.sentence + "\n\n")]
+    pieces = _excerpt(tokenizer, text, room(head, tail, hidden, num_tokens, _LENGTH), seed)
+    prompt = build_haystack(head, tail, pieces, hidden, [depth], num_tokens=num_tokens, option=_LENGTH)
+    return Prompt(prompt.token_ids, needle, *prompt.spans[0])
 
 
 def _excerpt(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, seed: int) -> list[list[int]]:
-    """Consecutive blocks of the text, tokenized one by one, `num_tokens` in all (the last one cut to fit)."""
+    """Consecutive blocks of the text, tokenized one by one, `num_tokens` in all if the text has as many."""
     every = blocks(text)
     # Start in the first half, so that the rest is usually long enough; a long prompt starts at the beginning.
     start = random.Random(f"place {seed}").randrange(max(1, len(every) // 2))
+    pieces: list[list[int]] = []
     for first in (start, 0):
-        pieces: list[list[int]] = []
-        missing = num_tokens
-        for block in every[first:]:
-            pieces.append(_encode(tokenizer, block + "\n\n")[:missing])
-            missing -= len(pieces[-1])
-            if missing == 0:
-                return pieces
-    raise UsageError(f"--context: the text has only {num_tokens - missing} tokens, {num_tokens} are needed")
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
+        pieces = take((encode(tokenizer, block + "\n\n") for block in every[first:]), num_tokens)
+        if sum(map(len, pieces)) == num_tokens:
+            break
+    return pieces
