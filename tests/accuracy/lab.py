@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from tinyserve.eval.samples import Output, Sample
 from tinyserve_ops import SparseConfig
@@ -44,6 +51,15 @@ def tiny_mistral(window: int) -> MistralForCausalLM:
     """The same with a sliding window."""
     torch.manual_seed(0)
     return _spread(MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=window)).eval())
+
+
+def tiny_opt() -> OPTForCausalLM:
+    """A model of another family, with learnt positions."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = OPTConfig(vocab_size=VOCABULARY, word_embed_proj_dim=64, max_position_embeddings=512, **sizes)
+    config.eos_token_id = None
+    return _spread(OPTForCausalLM(config).eval())
 
 
 def _spread(model: Any) -> Any:

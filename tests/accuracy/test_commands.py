@@ -78,6 +78,27 @@ def test_tables_show_only_what_was_asked_for(tmp_path: Path, capsys: pytest.Capt
     assert "| full_cache, page 16 | 2 |" in capsys.readouterr().out
 
 
+def test_plugins_stack_on_the_policies_and_files_add_pipelines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text("policy: {name: snapkv, window: 16}\nplugins: [early_exit]\n")
+    output = tmp_path / "results.jsonl"
+    command = ["eval", "score", *arguments(tmp_path, "--output", str(output), "--budget", "64")]
+    command += ["--plugin", "approximate_attention:estimate=false", "--pipeline", str(pipeline)]
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    assert "| full_cache, page 16 | 2 |" in table
+    assert (
+        "| query_aware bounds 64, page 16, dense_layers 1, +approximate_attention estimate False |" in table
+    )
+    assert "| snapkv 64, page 16, window 16, dense_layers 1, +early_exit |" in table
+    by_policy = {record["policy"]: record for record in read_records(output)}
+    assert by_policy["query_aware"]["method"]["plugins"][0]["name"] == "approximate_attention"
+    assert set(by_policy["snapkv"]["plugin_reports"]) == {"early_exit"}
+    assert by_policy["full_cache"]["plugin_reports"] == {}
+
+
 def test_a_sweep_fills_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "sweep"
     command = ["sweep", "group-reduction", "ablation", "--task", "score", "--output", str(folder)]
@@ -103,6 +124,8 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "score:shift"], "score: expected options as OPTION=VALUE, got 'shift'"),
         (["eval", "score", "--policy", "magic"], "--policy: policy: expected one of"),
         (["eval", "score", "--policy", "snapkv:windows=3"], "expected parameters among"),
+        (["eval", "score", "--plugin", "magic"], "--plugin: plugin: expected one of"),
+        (["eval", "score", "--pipeline", "nowhere.yaml"], "nowhere.yaml: expected a YAML file"),
         (["eval", "score", "--policy", "soft_prune"], "policy soft_prune: scorer: expected low_rank"),
         (["eval", "score", "--budget", "0"], "expected an integer >= 1, got '0'"),
         (["eval", "score", "--budget", "16"], "token_budget: expected at least 48"),

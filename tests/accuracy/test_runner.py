@@ -18,6 +18,7 @@ from lab import (
     ScoreTask,
     only_sample,
     tiny_model,
+    tiny_opt,
 )
 
 import tinyserve_ops
@@ -27,13 +28,15 @@ from tinyserve.eval.guards import GuardError
 from tinyserve.eval.methods import Method, full_cache
 from tinyserve.eval.runner import Failure, MethodRun, Runner
 from tinyserve.eval.samples import Output, Sample
-from tinyserve_ops import SparseConfig, policies
+from tinyserve_ops import SparseConfig, plugins, policies
 from tinyserve_ops.hf.support import cache_argument
+from tinyserve_ops.policies import EvictionPolicy
 
 FULL = full_cache(SMALL)
 SPARSE = Method(config=SMALL)
 COVERING = Method(config=SMALL.replace(token_budget=4096))
 LOW_RANK = SMALL.replace(scorer="low_rank")
+READING_ALL = ("full_cache", "entropy_stop")
 EVERY_POLICY = [Method(policy=policies.get(name), config=LOW_RANK) for name in policies.names()]
 
 
@@ -287,8 +290,8 @@ def by_enable(model: Any, sample: Sample, method: Method) -> list[list[float]]:
     """The first continuation by `enable` with the policy: the prompt whole and dense, then token by token."""
     twin, prompt = copy.deepcopy(model), sample.prompt_ids
     num_dense = sample.num_dense if method.eviction is None else len(prompt) - 1
-    name = cache_argument(model)
-    with tinyserve_ops.enable(twin, method.config, policy=method.policy) as handle, torch.no_grad():
+    name, chosen = cache_argument(model), {"policy": method.policy, "plugins": method.plugins}
+    with tinyserve_ops.enable(twin, method.config, **chosen) as handle, torch.no_grad():
         cache = handle.new_cache()
         twin(torch.tensor([prompt[:num_dense]]), **{name: cache}, use_cache=True)
         scored = []
@@ -314,14 +317,13 @@ def test_every_policy_gives_what_enable_gives(
         run = run_all(runner, sample, *methods)[method]
         assert_near(run.output.logprobs[:1], expected, 2e-4)
     if num_tokens > 100:
-        assert run.engaged == (method.policy.name != "full_cache")
+        assert run.engaged == (method.policy.name not in READING_ALL)
 
 
 @pytest.mark.parametrize("method", EVERY_POLICY, ids=policies.names())
 def test_every_policy_is_dense_when_the_budget_covers_everything(runner: Runner, method: Method) -> None:
-    policy = (
-        policies.get("soft_prune", threshold=0.0) if method.policy.name == "soft_prune" else method.policy
-    )
+    has_threshold = method.policy.name in ("soft_prune", "entropy_stop")
+    policy = policies.get(method.policy.name, threshold=0.0) if has_threshold else method.policy
     covering = Method(policy=policy, config=LOW_RANK.replace(token_budget=1024))
     sample = long_question(ScoreTask(), 120, 90)
     runs = run_all(runner, sample, FULL, covering)
@@ -333,10 +335,59 @@ def test_policies_that_evict_know_the_question_and_hold_fewer_bytes(runner: Runn
     sample = long_question(ScoreTask(), 300, 260)
     runs = run_all(runner, sample, *EVERY_POLICY)
     for method, run in runs.items():
-        evicts = method.eviction is not None
+        evicts = isinstance(method.policy, EvictionPolicy)
         assert run.num_dense == (299 if evicts else 260)
         # One dense layer of three keeps everything.
         assert (run.kv_bytes_held < 0.6 * runs[EVERY_POLICY[0]].kv_bytes_held) == evicts
+
+
+WITH_PLUGINS = {
+    "early_exit": (plugins.get("early_exit", threshold=4.4, min_layers=1, every=1),),
+    "approximate_attention": (plugins.get("approximate_attention", top_p=0.8),),
+    "token_pruning": (plugins.get("token_pruning", threshold=0.95, every=4, num_last=8),),
+    "all": (
+        plugins.get("approximate_attention"),
+        plugins.get("token_pruning", threshold=0.95, every=4, num_last=8),
+        plugins.get("early_exit", threshold=4.4, min_layers=1, every=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_PLUGINS)
+def test_plugins_do_what_they_do_with_enable_and_say_so(model: Any, runner: Runner, name: str) -> None:
+    method = Method(config=LOW_RANK, plugins=WITH_PLUGINS[name])
+    sample = long_question(ScoreTask(), 120, 90)
+    expected = by_enable(model, sample, method)
+    run = run_all(runner, sample, FULL, method, SPARSE)[method]
+    assert_near(run.output.logprobs[:1], expected, 2e-4)
+    assert set(run.plugin_reports) == {plugin.name for plugin in method.plugins}
+    assert run.sparse_share == 1.0
+    if "early_exit" in run.plugin_reports:
+        assert run.plugin_reports["early_exit"]["exits"] > 0
+    if "token_pruning" in run.plugin_reports:
+        assert run.plugin_reports["token_pruning"]["tokens_dropped"] > 0
+    if name != "all":  # beside an early exit, evictions can't be measured
+        recalls = [step.recall for step in run.steps if step.recall is not None]  # none where all were left
+        assert recalls
+        assert all(0 < recall <= 1 + 1e-4 for recall in recalls)
+
+
+def test_a_plugin_that_is_off_changes_nothing(runner: Runner) -> None:
+    off = tuple(plugins.get(name, enabled=False) for name in plugins.names())
+    method = Method(config=LOW_RANK, plugins=off)
+    plain = Method(config=LOW_RANK)
+    runs = run_all(runner, long_question(ScoreTask(), 120, 90), plain, method)
+    assert runs[method].output == runs[plain].output
+    assert runs[method].plugin_reports == {}
+
+
+def test_early_exit_of_a_model_that_tokens_can_not_leave_fails_by_name() -> None:
+    method = Method(policy=policies.get("entropy_stop"), config=SMALL)
+    with Runner(tiny_opt(), NumberTokenizer()) as runner:
+        full, failed = runner.run(only_sample(ScoreTask()), [FULL, method])
+    assert isinstance(full, MethodRun)
+    assert isinstance(failed, Failure)
+    assert "with early exit" in str(failed.error)
 
 
 def test_a_policy_that_does_not_evict_stops_the_run(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

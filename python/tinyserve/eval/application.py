@@ -17,7 +17,7 @@ from tinyserve.eval import tasks as task_registry
 from tinyserve.eval.evaluate import evaluate
 from tinyserve.eval.guards import GuardError
 from tinyserve.eval.maps import SelectionMaps
-from tinyserve.eval.methods import Method, grid, named_policy, with_options
+from tinyserve.eval.methods import Method, grid, named_plugin, named_policy, with_options
 from tinyserve.eval.plots import plot_sweep
 from tinyserve.eval.results import Record, ResultFile, model_sha256
 from tinyserve.eval.rows import Row, make_rows
@@ -25,8 +25,10 @@ from tinyserve.eval.runner import Runner
 from tinyserve.eval.sweeps import PRESETS, preset
 from tinyserve.eval.tables import markdown, write_csv, write_markdown
 from tinyserve.models import DISPLAY_NAME, load_model, smollm2_folder
+from tinyserve.pipeline import load_pipeline
 from tinyserve_ops import SparseConfig
-from tinyserve_ops.policies import Policy
+from tinyserve_ops.plugins import Plugin
+from tinyserve_ops.policies import FullCache, Policy, QueryAware
 
 __all__ = ["run_eval", "run_sweep"]
 
@@ -39,7 +41,7 @@ def run_eval(options: argparse.Namespace) -> None:
         width = max(map(len, task_registry.names()))
         print("\n".join(f"{name:{width}}  {task_registry.about(name)}" for name in task_registry.names()))
         return
-    run = _Run(options, options.tasks, grid(_policies(options), _configs(options)), options.output)
+    run = _Run(options, options.tasks, grid(_pipelines(options), _configs(options)), options.output)
     run.evaluate()
     rows = run.rows(run.records(run.methods))
     _write_tables(rows, options.output.with_suffix(""), "Evaluation")
@@ -141,8 +143,15 @@ def _write_tables(rows: Sequence[Row], stem: Path, title: str) -> None:
     write_csv(rows, stem.with_suffix(".csv"))
 
 
-def _policies(options: argparse.Namespace) -> list[Policy]:
-    return [named_policy(text) for text in options.policy]
+def _pipelines(options: argparse.Namespace) -> list[tuple[Policy, tuple[Plugin, ...]]]:
+    """The policies, with the plugins on all but the full cache, which others are held to; then the files."""
+    stacked = tuple(named_plugin(text) for text in options.plugin or ())
+    chosen = [named_policy(text) for text in options.policy]
+    pipelines = [(policy, () if isinstance(policy, FullCache) else stacked) for policy in chosen]
+    for path in options.pipeline or ():
+        pipeline = load_pipeline(path)
+        pipelines.append((pipeline.policy or QueryAware(), pipeline.plugins))
+    return pipelines
 
 
 def _configs(options: argparse.Namespace) -> list[SparseConfig]:

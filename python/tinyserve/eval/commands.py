@@ -33,6 +33,10 @@ def add_evaluation(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="NAME",
         help="as NAME or NAME:OPTION=VALUE,... (%(default)s)",
     )
+    text = "stacked on every policy but full_cache, as NAME or NAME:OPTION=VALUE,..."
+    add("--plugin", nargs="+", metavar="NAME", help=text)
+    text = "YAML files, each with a policy and plugins to run as well"
+    add("--pipeline", nargs="+", type=Path, metavar="YAML", help=text)
     budget = evaluation.add_mutually_exclusive_group()
     text = f"tokens a step may read per layer and kv head ({_DEFAULT_BUDGET})"
     budget.add_argument("--budget", nargs="+", type=integer(1), metavar="TOKENS", help=text)

@@ -1,4 +1,4 @@
-"""`Method`: a policy with its settings, one line of a comparison.
+"""`Method`: a policy with its settings and plugins, one line of a comparison.
 
 Two methods are the same when `facts` is; results name the method by it, so that a run can be taken up again.
 """
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyserve.errors import UsageError
-from tinyserve_ops import SparseConfig, policies
+from tinyserve_ops import SparseConfig, plugins, policies
+from tinyserve_ops.plugins import Plugin, PluginStack
 from tinyserve_ops.policies import (
     EvictionPolicy,
     FullCache,
@@ -25,7 +26,7 @@ from tinyserve_ops.policies import (
 )
 from tinyserve_ops.scorers import resolve
 
-__all__ = ["Method", "PageFormat", "full_cache", "grid", "named_policy", "with_options"]
+__all__ = ["Method", "PageFormat", "full_cache", "grid", "named_plugin", "named_policy", "with_options"]
 
 
 @dataclass(frozen=True)
@@ -50,45 +51,54 @@ class Method:
     Attributes:
         policy: what is left out. The full cache does not look at the config's budget.
         config: page size, budget, scorer and the rest.
+        plugins: on top of the policy, in their order.
         staged: the ablation of the fused op: scoring, selection and attention as three calls (the same
             numbers); only with the query-aware policy, which alone has a fused op.
 
     Raises:
-        UsageError: policy and config don't go together.
+        UsageError: policy, plugins and config don't go together.
     """
 
     policy: Policy = dataclasses.field(default_factory=QueryAware)
     config: SparseConfig = dataclasses.field(default_factory=SparseConfig)
+    plugins: tuple[Plugin, ...] = ()
     staged: bool = False
 
     def __post_init__(self) -> None:
         try:
-            self.policy.check(self.config)
-        except ValueError as error:
+            self._resolved(self.config.dense_layers + 1)
+        except (ValueError, TypeError) as error:
             raise UsageError(f"policy {self.policy.name}: {error}") from error
-        if self.staged and not isinstance(self.policy, QueryAware):
-            raise UsageError(f"staged: expected policy {QueryAware.name}, got {self.policy.name}")
+        if self.staged and (self.plugins or not isinstance(self.policy, QueryAware)):
+            raise UsageError(f"staged: expected policy {QueryAware.name} without plugins, got {self.label}")
+
+    def _resolved(self, num_layers: int) -> tuple[PluginStack | None, PolicyPlan]:
+        plan = PolicyPlan.make(self.policy, self.config, num_layers)
+        return PluginStack.make(self.plugins, plan, self.config, num_layers)
 
     @property
     def eviction(self) -> EvictionPolicy | None:
-        """The policy, where it takes tokens out of the cache."""
-        return self.policy if isinstance(self.policy, EvictionPolicy) else None
+        """The rule by which tokens are taken out of the cache: the policy's, or a plugin's."""
+        plan = self._resolved(self.config.dense_layers + 1)[1]
+        return plan.eviction
 
-    @property
-    def selects(self) -> bool:
-        """Whether steps choose pages."""
-        return isinstance(self.policy, SelectionPolicy)
+    def reads_logits(self, num_layers: int) -> bool:
+        """Whether tokens may leave a model of so many layers early."""
+        stack = self._resolved(num_layers)[0]
+        return stack is not None and bool(stack.logit_layers)
 
     def page_format(self, num_layers: int) -> PageFormat:
         """The format of the pages it reads in a model of so many layers."""
         config = self.config
         # The dtype matters to the name of a full-precision scorer only, and is compared beside it.
         scorer = resolve(config.scorer, config.kv_dtype or "float32")
-        groups = PolicyPlan.make(self.policy, config, num_layers).layer_groups
+        groups = self._resolved(num_layers)[1].layer_groups
         return PageFormat(config.page_size, scorer, config.kv_dtype, groups)
 
     def covers(self, num_tokens: int) -> bool:
         """Whether it must read every one of `num_tokens` tokens, as the full cache does."""
+        if self.plugins:
+            return False
         if isinstance(self.policy, FullCache):
             return True
         by_budget = isinstance(self.policy, (QueryAware, Oracle)) or self.policy == StreamingLLM()
@@ -100,10 +110,10 @@ class Method:
         """
         page_size = self.config.page_size
         num_pages = -(-num_tokens // page_size)
-        if isinstance(self.policy, FullCache):
+        if self.policy.reads_all and not isinstance(self.policy, EvictionPolicy):
             return num_tokens
-        if self.eviction is not None:
-            own = self.eviction.token_budget
+        if isinstance(self.policy, EvictionPolicy):
+            own = self.policy.token_budget
             ratio = self.config.keep_ratio
             budget = own or self.config.token_budget or round((ratio or 1.0) * num_tokens)
             return min(budget, num_tokens)
@@ -126,6 +136,7 @@ class Method:
         return {
             "policy": self.policy.name,
             "policy_options": dataclasses.asdict(self.policy),
+            "plugins": [plugin.to_dict() for plugin in self.plugins],
             **config,
             "staged": self.staged,
         }
@@ -135,10 +146,10 @@ class Method:
         """Fields of the config that change nothing under this policy."""
         scoring = ("scorer", "group_reduction")
         forced = ("num_sink_pages", "num_recent_pages")
-        if isinstance(self.policy, FullCache):
-            return (*scoring, *forced, "token_budget", "keep_ratio", "dense_layers")
         if isinstance(self.policy, EvictionPolicy):
             return (*scoring, *forced)
+        if self.policy.reads_all:
+            return (*scoring, *forced, "token_budget", "keep_ratio", "dense_layers")
         if isinstance(self.policy, SelectionPolicy) and not self.policy.scans_summaries:
             return scoring
         return ()
@@ -147,11 +158,6 @@ class Method:
     def label(self) -> str:
         """A name for tables and bars: the policy, its budget, and every setting that is not the default."""
         config, default, unused = self.config, SparseConfig(), self._unused
-        changed = {
-            field.name: getattr(self.policy, field.name)
-            for field in dataclasses.fields(self.policy)
-            if getattr(self.policy, field.name) != field.default
-        }
         words = [self.policy.name]
         if "scorer" not in unused:
             words.append(config.scorer)
@@ -159,12 +165,22 @@ class Method:
             ratio = config.keep_ratio
             words.append(str(config.token_budget) if ratio is None else f"{ratio:.0%}")
         parts = [" ".join(words), f"page {config.page_size}"]
-        parts += [f"{name} {value}" for name, value in changed.items()]
+        parts += _changed(self.policy)
         for name in ("group_reduction", "num_sink_pages", "num_recent_pages", "dense_layers"):
             if name not in unused and getattr(config, name) != getattr(default, name):
                 parts.append(f"{name} {getattr(config, name)}")
         parts += [config.kv_dtype] if config.kv_dtype is not None else []
+        parts += [" ".join([f"+{plugin.name}", *_changed(plugin)]) for plugin in self.plugins]
         return ", ".join([*parts, "staged"] if self.staged else parts)
+
+
+def _changed(settings: Policy | Plugin) -> list[str]:
+    """The fields that are not the default, with their values."""
+    return [
+        f"{field.name} {getattr(settings, field.name)}"
+        for field in dataclasses.fields(settings)
+        if getattr(settings, field.name) != field.default
+    ]
 
 
 def full_cache(config: SparseConfig) -> Method:
@@ -204,26 +220,42 @@ def named_policy(text: str) -> Policy:
         raise UsageError(f"--policy: {error}") from error
 
 
-def grid(chosen: Sequence[Policy], configs: Iterable[SparseConfig]) -> list[Method]:
-    """Every policy with every config that it goes with; what makes no difference to a policy gives no second
-    method.
+def named_plugin(text: str) -> Plugin:
+    """The plugin of `NAME` or `NAME:OPTION=VALUE,...`.
+
+    Raises:
+        UsageError: no such plugin or option, or a value that it cannot have.
+    """
+    name, options = with_options(text)
+    try:
+        return plugins.get(name, **options)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--plugin: {error}") from error
+
+
+Pipeline = tuple[Policy, tuple[Plugin, ...]]
+
+
+def grid(pipelines: Sequence[Pipeline], configs: Iterable[SparseConfig]) -> list[Method]:
+    """Every policy (with its plugins) with every config that it goes with; what makes no difference to a
+    policy gives no second method.
 
     Raises:
         UsageError: a policy goes with none of them.
     """
     methods: dict[str, Method] = {}
-    for method in _every(chosen, list(configs)):
+    for method in _every(pipelines, list(configs)):
         methods.setdefault(json.dumps(method.facts, sort_keys=True), method)
     return list(methods.values())
 
 
-def _every(chosen: Sequence[Policy], configs: list[SparseConfig]) -> Iterator[Method]:
-    for policy in chosen:
+def _every(pipelines: Sequence[Pipeline], configs: list[SparseConfig]) -> Iterator[Method]:
+    for policy, stacked in pipelines:
         refused: UsageError | None = None
         num_made = 0
         for config in configs:
             try:
-                method = Method(policy=policy, config=config)
+                method = Method(policy=policy, config=config, plugins=stacked)
             except UsageError as error:  # of several scorers, a policy may take one
                 refused = error
                 continue

@@ -24,14 +24,14 @@ from tinyserve.eval.methods import Method, PageFormat
 from tinyserve.progress import bar
 from tinyserve_ops import PagedKVCache, SparseConfig
 from tinyserve_ops.hf import new_paged_cache
-from tinyserve_ops.policies import EvictionPolicy, Policy
+from tinyserve_ops.policies import EvictionPolicy
 
 __all__ = ["Beginning", "Prefix", "observation_window", "prefill"]
 
 
-def observation_window(policy: EvictionPolicy) -> int | None:
-    """How many of the prompt's last queries a policy has to see; None for all of them."""
-    window: int | None = None if policy.per_step else getattr(policy, "window", None)
+def observation_window(rule: EvictionPolicy) -> int | None:
+    """How many of the prompt's last queries a rule has to see; None for all of them."""
+    window: int | None = None if rule.per_step else getattr(rule, "window", None)
     return window
 
 
@@ -125,16 +125,24 @@ class Prefix:
             wants_full: give the full cache of a policy that evicts.
         """
         if method.eviction is not None:
-            return self._begin_evicting(method.eviction, config, wants_full)
+            return self._begin_evicting(method, method.eviction, config, wants_full)
         source, seq = self._of_format(method)
-        kv = _sharing(source, config, method.policy)
+        kv = _sharing(source, config, method)
         return Beginning(kv, kv.adopt(source, seq), self._num_dense, self._num_dense, self._logits)
 
-    def _begin_evicting(self, policy: EvictionPolicy, config: SparseConfig, wants_full: bool) -> Beginning:
+    def _begin_evicting(
+        self, method: Method, rule: EvictionPolicy, config: SparseConfig, wants_full: bool
+    ) -> Beginning:
         num_dense = max(len(self._prompt_ids) - 1, 1)
-        kv = new_paged_cache(self._model, config, max_tokens=self._max_tokens, policy=policy)
+        kv = new_paged_cache(
+            self._model,
+            config,
+            max_tokens=self._max_tokens,
+            policy=method.policy,
+            plugins=method.plugins,
+        )
         full = _sharing(self._base, self._base.config, None) if wants_full else None
-        if self._open is None or observation_window(policy) is None:
+        if self._open is None or observation_window(rule) is None:
             no_tokens = None if full is None else (full, full.new_sequence())
             return Beginning(kv, kv.new_sequence(), 0, num_dense, full=no_tokens)
         same_tokens = None if full is None else (full, full.adopt(self._base, self._open))
@@ -152,8 +160,8 @@ class Prefix:
         return self._copy[1:]
 
 
-def _sharing(source: PagedKVCache, config: SparseConfig, policy: Policy | None) -> PagedKVCache:
-    """An empty cache over the pool of `source`."""
+def _sharing(source: PagedKVCache, config: SparseConfig, method: Method | None) -> PagedKVCache:
+    """An empty cache over the pool of `source`, with policy and plugins of a method."""
     return PagedKVCache(
         source.num_layers,
         source.num_kv_heads,
@@ -163,5 +171,6 @@ def _sharing(source: PagedKVCache, config: SparseConfig, policy: Policy | None) 
         device=source.device,
         fingerprint=source.fingerprint,
         pool=source.pool,
-        policy=policy,
+        policy=None if method is None else method.policy,
+        plugins=None if method is None else method.plugins,
     )

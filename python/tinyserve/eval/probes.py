@@ -115,11 +115,9 @@ class SelectionProbe:
         window: int,
     ) -> None:
         """See `LayerProbe`."""
-        history = self._kv.recorder.history
-        recorded = history[-1].selected_pages.get(layer_idx) if history else None
-        if recorded is None:  # a dense layer
+        selected = selected_pages(self._kv, layer_idx)
+        if selected is None:  # a dense layer
             return
-        selected = recorded[0]  # [num_kv_heads, width], -1 padded
         mass = mass_by_group(*attention_by_page(self._kv, forward, layer_idx, q, sm_scale, window), self._kv)
         num_pages = (selected >= 0).sum(dim=1)
         # One column more, for the padding -1.
@@ -190,18 +188,38 @@ class EvictionProbe:
         append_tokens(full.pool.layers[layer_idx], k, v, *tables)
         if forward.is_decode and layer_idx >= self._kv.config.dense_layers:
             lse, page_lse = attention_by_page(full, twin, layer_idx, q, sm_scale, window)
-            own_lse, _ = attention_by_page(self._kv, forward, layer_idx, q, sm_scale, window)
-            kept = (own_lse - lse).exp().mean()
+            own_lse, own_page_lse = attention_by_page(self._kv, forward, layer_idx, q, sm_scale, window)
             mass = mass_by_group(lse, page_lse, full)
-            own_group = self._kv.group_of_layer[layer_idx]
-            num_stored = int(forward.seq_lens(own_group)[0]) + 1
-            num_pages = torch.full((mass.size(0),), -(-num_stored // full.config.page_size))
+            selected = selected_pages(self._kv, layer_idx)
+            if selected is None:
+                num_stored = int(forward.seq_lens(self._kv.group_of_layer[layer_idx])[0]) + 1
+                num_pages = torch.full((mass.size(0),), -(-num_stored // full.config.page_size))
+            else:  # a plugin evicts, and the policy selects among what is left
+                num_pages = (selected >= 0).sum(dim=1)
+                index = selected.clamp(min=0).long().repeat_interleave(q.size(1) // selected.size(0), dim=0)
+                read = own_page_lse.gather(1, index).masked_fill(
+                    selected.repeat_interleave(q.size(1) // selected.size(0), dim=0) < 0, -torch.inf
+                )
+                own_lse = read.logsumexp(dim=1)
+            kept = (own_lse - lse).exp().mean()
             ceiling, _ = mass_of_best(mass, num_pages.to(mass.device))
             self._layers.append((float(kept), float(ceiling.mean()), None, None))
         if layer_idx == full.num_layers - 1:
             twin.commit(allow_missing_layers=True)
             if not forward.is_decode:
                 self._counters.restart()
+
+
+def selected_pages(kv: PagedKVCache, layer_idx: int) -> torch.Tensor | None:
+    """What the step under way has selected in a layer, [num_kv_heads, width], -1 padded; None of a dense
+    layer.
+
+    Args:
+        kv: with `record_selection`.
+    """
+    history = kv.recorder.history
+    recorded = history[-1].selected_pages.get(layer_idx) if history else None
+    return None if recorded is None else recorded[0]
 
 
 def attention_by_page(

@@ -27,8 +27,8 @@ from tinyserve.eval.probes import EvictionProbe, SelectionProbe, StepProbe
 from tinyserve.eval.samples import Output, Sample
 from tinyserve.eval.staged import staged_decode
 from tinyserve_ops import SparseConfig
-from tinyserve_ops.hf import enable
-from tinyserve_ops.policies import FullCache
+from tinyserve_ops.hf import Handle, enable
+from tinyserve_ops.policies import EntropyStop, FullCache, Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,7 +53,8 @@ class MethodRun:
             layers.
         engaged: something was left out: a page not read, or a token evicted.
         kv_bytes_held: bytes of the pages of the sequence at the end of the prompt.
-        step_ms: median time of a step, without measuring.
+        step_ms: median time of a step, without measuring; None without steps.
+        plugin_reports: what each plugin did, by its name.
         steps: measures of the first steps.
         selections: selected pages of the measured steps, as `count_selection` takes them.
     """
@@ -66,6 +67,7 @@ class MethodRun:
     engaged: bool
     kv_bytes_held: int
     step_ms: float | None
+    plugin_reports: dict[str, dict[str, Any]]
     steps: list[StepMeasures] = field(repr=False)
     selections: list[dict[int, Any]] = field(repr=False)
 
@@ -100,18 +102,34 @@ class Runner:
         self.model = model
         self.tokenizer = tokenizer
         self._measured_steps = measured_steps
-        self._twin = share_weights(model)
         self._end_ids = _end_ids(model, tokenizer)
+        self._handles: list[Handle] = []
+        self._twin = self._enabled(None)
+        self._leaving_twin: PreTrainedModel | None = None
+
+    def _enabled(self, policy: Policy | None) -> PreTrainedModel:
+        """A model object over the same weights that attends through the library."""
+        twin = share_weights(self.model)
         try:
-            self._handle = enable(self._twin)
+            self._handles.append(enable(twin, policy=policy))
         except ValueError as error:
             raise UsageError(f"--model: {error}") from error
+        return twin
+
+    def _model_of(self, method: Method) -> PreTrainedModel:
+        """The model object that a method runs on: tokens can leave only one that is prepared for it."""
+        if not method.reads_logits(int(self.model.config.num_hidden_layers)):
+            return self._twin
+        if self._leaving_twin is None:
+            self._leaving_twin = self._enabled(EntropyStop())
+        return self._leaving_twin
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._handle.disable()
+        for handle in self._handles:
+            handle.disable()
 
     @torch.inference_mode()
     def check_dense(self, sample: Sample) -> None:
@@ -212,7 +230,8 @@ class Runner:
         method: Method,
         stop: Callable[[list[int]], bool] | None,
     ) -> MethodRun:
-        line = _Line(self._twin, prefix, method, sample.prompt_ids, measured_steps=self._measured_steps)
+        model = self._model_of(method)
+        line = _Line(model, prefix, method, sample.prompt_ids, measured_steps=self._measured_steps)
         with staged_decode() if method.staged else contextlib.nullcontext():
             logits = line.logits
             for token in sample.prompt_ids[line.num_dense :]:
@@ -232,6 +251,7 @@ class Runner:
             engaged=stats.selection_engaged or stats.tokens_evicted > 0,
             kv_bytes_held=held,
             step_ms=1e3 * statistics.median(line.seconds) if line.seconds else None,
+            plugin_reports=line.kv.plugin_reports(),
             steps=line.measures,
             selections=[step.selected_pages for step in line.kv.selection_history()[: len(line.measures)]],
         )
@@ -253,7 +273,10 @@ class _Line:
         self, model: Any, prefix: Prefix, method: Method, prompt_ids: Sequence[int], *, measured_steps: int
     ) -> None:
         config = method.config.replace(record_selection=measured_steps > 0)
-        begin = prefix.begin(method, config, wants_full=measured_steps > 0)
+        # A full cache beside the policy's would miss the keys of layers that tokens have left.
+        num_layers = int(model.config.num_hidden_layers)
+        wants_full = measured_steps > 0 and not method.reads_logits(num_layers)
+        begin = prefix.begin(method, config, wants_full=wants_full)
         self.kv, self.seq, self.num_dense = begin.kv, begin.seq, begin.num_dense
         self.num_steps = 0
         self.seconds: list[float] = []
@@ -263,7 +286,7 @@ class _Line:
         self._probe: StepProbe | None = None
         if begin.full is not None:
             self._probe = EvictionProbe(self.kv, self.seq, begin.full)
-        elif measured_steps:
+        elif measured_steps and method.eviction is None:
             self._probe = SelectionProbe(self.kv)
         self._batch.probe = self._probe
         if begin.num_stored < begin.num_dense:
