@@ -133,10 +133,11 @@ class Method:
         config["group_reduction"] = self.config.op_group_reduction
         for name in self._unused:
             config[name] = None
+        stacked = {"plugins": [plugin.to_dict() for plugin in self.plugins]} if self.plugins else {}
         return {
             "policy": self.policy.name,
             "policy_options": dataclasses.asdict(self.policy),
-            "plugins": [plugin.to_dict() for plugin in self.plugins],
+            **stacked,
             **config,
             "staged": self.staged,
         }

@@ -117,8 +117,8 @@ def _curves(sweep: Sweep, rows: Mapping[str, Row], quantity: _Quantity, title: s
             label=series,
         )
     for series, level in levels.items():
-        color, style = (_BLACK, "--") if series == FullCache.name else (_GRAY, ":")
-        axes.axhline(level, color=color, linestyle=style, linewidth=1.0, label=series)
+        style = "--" if series == FullCache.name else ":"
+        axes.axhline(level, color=_style(sweep, series)[0], linestyle=style, linewidth=1.0, label=series)
     _label_axis(axes, ticks, by_name, sweep.logarithmic)
     _add_legend(axes)
     return figure

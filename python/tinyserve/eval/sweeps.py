@@ -12,7 +12,7 @@ from types import MappingProxyType
 from tinyserve.errors import UsageError
 from tinyserve.eval.methods import Method, full_cache
 from tinyserve_ops import SparseConfig, policies
-from tinyserve_ops.policies import FullCache, Oracle, QueryAware, SoftPrune, StreamingLLM
+from tinyserve_ops.policies import EvictionPolicy, FullCache, Oracle, QueryAware, SoftPrune, StreamingLLM
 from tinyserve_ops.scorers import SCORERS, group_reductions
 
 __all__ = ["ABLATION", "PRESETS", "Point", "Sweep", "preset"]
@@ -172,12 +172,16 @@ def _policies(base: SparseConfig) -> Iterator[Point]:
     }
     yield from _with_oracle(configs)
     for name in policies.names():
+        policy = policies.get(name)
         if name in (FullCache.name, QueryAware.name, Oracle.name):
+            continue
+        if policy.reads_all and not isinstance(policy, EvictionPolicy):  # no budget: a level, not a curve
+            yield Point(Method(policy=policy, config=base), name, None)
             continue
         for budget, config in configs.items():
             if name == SoftPrune.name:  # its threshold is about estimated masses
                 config = config.replace(scorer="low_rank", group_reduction=None)
-            yield Point(Method(policy=policies.get(name), config=config), name, budget)
+            yield Point(Method(policy=policy, config=config), name, budget)
 
 
 _Maker = Callable[[SparseConfig], Iterator[Point]]
