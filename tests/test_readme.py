@@ -22,8 +22,6 @@ from tinyserve_ops.scorers import SCORERS, summary_bytes
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/design.md")
-# Named as places that are still to come.
-ANNOUNCED = {"python/tinyserve/eval/tasks/"}
 
 
 def python_snippets() -> list[tuple[int, str]]:
@@ -142,11 +140,11 @@ def test_relative_links_lead_to_files(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_paths_that_are_named_exist_and_announced_ones_do_not(document: str) -> None:
+def test_paths_that_are_named_exist(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     top = "csrc|tests|tinyserve_ops|python|benchmarks|examples|requirements|docs|tools"
     for path in set(re.findall(rf"`((?:{top})/[\w./-]*)`", text)):
-        assert (ROOT / path).exists() is (path not in ANNOUNCED), path
+        assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

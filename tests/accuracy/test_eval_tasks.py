@@ -18,8 +18,9 @@ import torch
 
 from tinyserve.errors import UsageError
 from tinyserve.eval import tasks
-from tinyserve.eval.corpora import Document, load
+from tinyserve.eval.corpora import CORPORA, Document, load
 from tinyserve.eval.samples import Output, Sample
+from tinyserve.eval.sources import SOURCES
 from tinyserve.eval.tasks.lambada import find_passages
 from tinyserve.models import load_model, smollm2_folder
 
@@ -187,6 +188,19 @@ def test_unknown_tasks_and_options_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"longbench_qasper: expected data, .*qasper\.jsonl"):
         tasks.get("longbench_qasper")
     assert all(tasks.about(name) for name in tasks.names())
+
+
+def test_the_tables_of_the_documentation_name_every_task_text_and_corpus() -> None:
+    document = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+
+    def first_column(header: str) -> list[str]:
+        lines = document[document.index(header) :].splitlines()[2:]
+        rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+        return [row.split("|")[1].strip(" `") for row in rows]
+
+    assert first_column("| task |") == tasks.names()
+    assert first_column("| text |") == [source.name for source in SOURCES]
+    assert all(f"`{name}`" in document for name in CORPORA)
 
 
 # ---- needles -----------------------------------------------------------------------------------------------

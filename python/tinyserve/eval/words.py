@@ -49,8 +49,8 @@ def word_tokens(
     rng: random.Random,
     count: int,
     *,
-    rarest: float = 1.0,
-    avoid: Container[int] = (),
+    rarest: float,
+    avoid: Container[int],
 ) -> list[int]:
     """Different random tokens that are a space and a word of lower-case letters.
 

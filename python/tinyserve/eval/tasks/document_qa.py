@@ -97,7 +97,7 @@ class DocumentQA:
         size = num_tokens - len(head) - len(tail) - sum(map(len, gold))
         if size < 0 or not gold:
             return None
-        # Paragraphs of other questions fill up; each once, and none that would also hold the answer.
+        # Paragraphs of other questions fill up, each once.
         known = {*question.gold, *question.others}
         texts = itertools.chain(rng.sample(question.others, len(question.others)), _fresh(strangers, known))
         filler = take((encode(tokenizer, f"{text}\n\n") for text in texts), size)

@@ -28,7 +28,7 @@ __all__ = ["Lambada", "Passage", "find_passages"]
 
 _SENTENCE = re.compile(r"\S.*?[.!?][\"')\]]*(?=\s|$)", re.DOTALL)
 _LAST_WORD = re.compile(r"[A-Za-z]{4,}(?=[.!?]$)")
-_FUNCTION_WORDS = """
+_FUNCTION = """
 about above after again against also although among another because been before behind being below beneath
 beside between beyond both cannot could does doing done down during each either else even ever every from
 further have having here hers herself himself however into itself just less like made make many might mine
@@ -37,6 +37,7 @@ rather same shall should since some still such than that their theirs them thems
 this those though through thus together toward towards under until unto upon very were what whatever when
 where whether which while whom whose will with within without would your yours yourself
 """
+_FUNCTION_WORDS = frozenset(_FUNCTION.split())
 _WORDS = (50, 110)
 _SENTENCES = (2, 7)
 _DISTANCE = 12
@@ -155,7 +156,7 @@ def split_passage(context: str, passage: str) -> Passage:
 
 def _is_passage(text: str) -> bool:
     last = _LAST_WORD.search(text)
-    if last is None or last[0].lower() in _FUNCTION_WORDS.split():
+    if last is None or last[0].lower() in _FUNCTION_WORDS:
         return False
     words = [word.lower() for word in re.findall(r"[A-Za-z]+", text)]
     if not _WORDS[0] <= len(words) <= _WORDS[1]:

@@ -3,7 +3,7 @@
 Everything before the scored part is prefilled densely; the scored tokens go one at a time, so every one of
 them is predicted by a sparse step. With `overlap` the windows slide over the text as the TinyServe paper does
 it for models with short positions (1024 tokens of overlap): each token behind the first `overlap` of a text
-is scored once.
+is scored once, up to its last whole window.
 """
 
 from __future__ import annotations
