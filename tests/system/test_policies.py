@@ -78,7 +78,7 @@ def test_a_class_of_ones_own_is_registered_once():
         with pytest.raises(ValueError, match="name: expected one that is not taken, got 'own'"):
             policies.register(Other)
     finally:
-        policies.registry._classes.pop("own", None)
+        policies.registry._registry._classes.pop("own", None)
 
 
 # Every policy -----------------------------------------------------------------------------------------------

@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
 from tinyserve_ops.policies.base import Policy
+from tinyserve_ops.registry import Registry
 
 __all__ = ["from_dict", "get", "names", "register", "resolve"]
 
-_classes: dict[str, type[Policy]] = {}
-_PolicyClass = TypeVar("_PolicyClass", bound=type[Policy])
-
-
-def register(policy_class: _PolicyClass) -> _PolicyClass:
-    """Makes a policy known by its `name`; returns the class, so it serves as a decorator.
-
-    Raises:
-        ValueError: it has no name, or another class has it.
-    """
-    name = policy_class.name
-    if not name:
-        raise ValueError(f"name: expected one for {policy_class.__name__}, got ''")
-    if _classes.get(name, policy_class) is not policy_class:
-        raise ValueError(f"name: expected one that is not taken, got {name!r}, which is {_classes[name]}")
-    _classes[name] = policy_class
-    return policy_class
-
-
-def names() -> tuple[str, ...]:
-    """Names of all policies, sorted."""
-    return tuple(sorted(_classes))
-
-
-def get(name: str, **parameters: Any) -> Policy:
-    """The policy of that name, e.g. `get("streaming_llm", window=2048)`.
-
-    Raises:
-        ValueError: an unknown name or parameter, or a value that does not fit.
-    """
-    if name not in _classes:
-        raise ValueError(f"policy: expected one of {names()}, got {name!r}")
-    policy_class = _classes[name]
-    known = policy_class.__dataclass_fields__
-    unknown = sorted(set(parameters) - set(known))
-    if unknown:
-        raise ValueError(f"policy {name!r}: expected parameters among {sorted(known)}, got {unknown}")
-    return policy_class(**parameters)
-
-
-def from_dict(values: dict[str, Any]) -> Policy:
-    """The policy of `Policy.to_dict`."""
-    if "name" not in values:
-        raise ValueError(f"policy: expected a dict with a name, got {values!r}")
-    return get(**values)
+_registry: Registry[Policy] = Registry("policy")
+register, names, get, from_dict = (
+    _registry.register,
+    _registry.names,
+    _registry.get,
+    _registry.from_dict,
+)
 
 
 def resolve(policy: Policy | str | None) -> Policy | None:
