@@ -58,7 +58,8 @@ class Mirror:
         norm = base.ln_f if hasattr(base, "ln_f") else base.norm
         self.exits.clear()
 
-        def after(layer_idx: int, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        def after(layer_idx: int, hidden: torch.Tensor, result: Any) -> Any:
+            out = result[0] if isinstance(result, tuple) else result  # GPT-2 of transformers 4.57
             out = torch.where(left[None, :, None], hidden, out)
             if layer_idx in self.looks:
                 logits = self.model.get_output_embeddings()(norm(out[0])).double()
@@ -66,7 +67,7 @@ class Mirror:
                 sure[: self.first] = False
                 self.exits[layer_idx] = int((sure & ~left).sum())
                 left.logical_or_(sure)
-            return out
+            return (out, *result[1:]) if isinstance(result, tuple) else out
 
         hooks = [
             layer.register_forward_hook(

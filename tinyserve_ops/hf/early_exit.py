@@ -73,6 +73,9 @@ class EarlyExitHook:
         self._head = head
         self._norm = inner.norm if self._is_llama else inner.ln_f
         self._layers: list[Any] = list(inner.layers if self._is_llama else inner.h)
+        self._returns_tuple = (
+            False  # of the layers; known before one is left out, since the first is computed
+        )
         for layer in self._layers:  # a copy of a model that is hooked brings the hook along
             if isinstance(layer.__dict__.get("forward"), _LayerForward):
                 del layer.forward
@@ -102,8 +105,9 @@ class EarlyExitHook:
         index = cache.packed_index if batch is not None else None  # the last layer ends the forward
         if batch is not None and batch.all_left:
             cache.store(layer_idx, *self._keys_and_values(layer_idx, hidden, kwargs))
-            return hidden
+            return (hidden,) if self._returns_tuple else hidden
         result = forward(hidden, *args, **kwargs)
+        self._returns_tuple = isinstance(result, tuple)
         if cache is None:
             return result
         if layer_idx == 0:
