@@ -243,7 +243,7 @@ def test_all_values_of_a_thing_are_hidden_and_share_the_score(folder: Path) -> N
         found = re.findall(r"One of the registration numbers .*? is (\d+)\.", decode(sample.prompt_ids))
         assert sorted(found) == sorted(sample.references)
         assert len(set(found)) == 4
-        assert task.score(sample, output(sample, f"{found[0]} and {found[2]}")) == {"recall": 0.5}
+        assert task.score(sample, output(sample, f"{found[0]} and {found[2]}")) == {"found": 0.5}
 
 
 @pytest.mark.parametrize("filler", ["repeated", "natural"])

@@ -47,7 +47,7 @@ class Needles:
     num_values: int = 1
     text: str | Path = "plays"
     chat: bool = False
-    metric = "recall"
+    metric = "found"
 
     def __post_init__(self) -> None:
         if self.num_keys < 1 or self.num_values < 1:
@@ -95,8 +95,8 @@ class Needles:
             )
 
     def score(self, sample: Sample, output: Output) -> dict[str, float]:
-        """`recall`: share of the asked numbers in the text; `answer_logprob` where there is one."""
-        scores = {"recall": contained(output.text, sample.references)}
+        """`found`: share of the asked numbers in the text; `answer_logprob` where there is one."""
+        scores = {"found": contained(output.text, sample.references)}
         if output.logprobs:
             scores["answer_logprob"] = sum(output.logprobs[0])
         return scores

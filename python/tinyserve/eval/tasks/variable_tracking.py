@@ -45,7 +45,7 @@ class VariableTracking:
     filler: str = "repeated"
     text: str | Path = "plays"
     example: bool = True
-    metric = "recall"
+    metric = "found"
 
     def __post_init__(self) -> None:
         if self.num_hops < 0:
@@ -85,9 +85,9 @@ class VariableTracking:
             )
 
     def score(self, sample: Sample, output: Output) -> dict[str, float]:
-        """`recall`: share of the variables in the text; `answer_logprob`: of all, in the chain's order."""
+        """`found`: share of the variables in the text; `answer_logprob`: of all, in the chain's order."""
         return {
-            "recall": contained(output.text, sample.references),
+            "found": contained(output.text, sample.references),
             "answer_logprob": sum(output.logprobs[0]),
         }
 
