@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _add_demo(commands)
     add_evaluation(commands)
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
+    options.command_line = shlex.join(["python", "-m", "tinyserve", *words])  # for what is published
     prog = f"tinyserve {options.command}"
     # Everything comes from disk; this keeps the libraries from asking the network for what is not there.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -91,7 +94,8 @@ def _add_demo(commands: argparse._SubParsersAction[_OneLineParser]) -> None:
 def _run_demo(options: argparse.Namespace) -> None:
     from tinyserve.demo import DemoOptions, run_demo
 
-    chosen = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    ours = ("command", "command_line", "run")
+    chosen = {name: value for name, value in vars(options).items() if name not in ours}
     if options.budget is None and options.keep_ratio is None:
         chosen["budget"] = _DEFAULT_BUDGET
     run_demo(DemoOptions(**chosen))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def test_eval_writes_results_and_tables_and_goes_on(
     assert "36 results, 0 from before" in first.err
     assert "## score, 120 tokens" in first.out
     assert "| snapkv 64, page 16, window 16, dense_layers 1 | 2 |" in first.out
-    assert output.with_suffix(".md").read_text().startswith("# Evaluation\n\n```\npython -m tinyserve ")
+    given = shlex.join(["python", "-m", "tinyserve", *command])
+    assert output.with_suffix(".md").read_text().startswith(f"# Evaluation\n\n```\n{given}\n```\n")
     assert output.with_suffix(".csv").read_text().count("\n") == 1 + 2 * 9
     assert main([*command, "--samples", "3"]) == 0
     again = capsys.readouterr()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +43,7 @@ def run_eval(options: argparse.Namespace) -> None:
     run = _Run(options, options.tasks, grid(_pipelines(options), _configs(options)), options.output)
     run.evaluate()
     rows = run.rows(run.records(run.methods))
-    _write_tables(rows, options.output.with_suffix(""), "Evaluation")
+    _write_tables(rows, options.output.with_suffix(""), "Evaluation", options.command_line)
 
 
 def run_sweep(options: argparse.Namespace) -> None:
@@ -62,7 +61,7 @@ def run_sweep(options: argparse.Namespace) -> None:
     for sweep in sweeps:
         records = run.records(sweep.methods)
         rows = run.rows(records)
-        _write_tables(rows, folder / sweep.name, f"Sweep: {sweep.name}")
+        _write_tables(rows, folder / sweep.name, f"Sweep: {sweep.name}", options.command_line)
         for path in plot_sweep(sweep, rows, records, folder):
             print(path)
 
@@ -136,8 +135,7 @@ class _Run:
         return make_rows(records, tasks, only_solved=self.options.only_solved)
 
 
-def _write_tables(rows: Sequence[Row], stem: Path, title: str) -> None:
-    command = shlex.join(["python", "-m", "tinyserve", *sys.argv[1:]])
+def _write_tables(rows: Sequence[Row], stem: Path, title: str, command: str) -> None:
     print(f"# {title}\n\n{markdown(rows)}\n")
     write_markdown(rows, stem.with_suffix(".md"), title=title, command=command)
     write_csv(rows, stem.with_suffix(".csv"))
