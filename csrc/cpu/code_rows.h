@@ -31,11 +31,10 @@ inline I8x16 load_columns(const int8_t* p, int64_t n) {
 //   kRowsPerDot         rows are taken so many at a time
 //   kLargestWeight      of a weight's code
 //   RowWeights          16-bit codes, zeros behind the last, and what the way derives from them in prepare()
-//   sum_rows            sums[g]: over num_rows rows of weights[g].codes[first_row + row] *
-//   codes[row][column], for up
-//                       to sixteen columns, of which num_columns exist; first_row is a multiple of
-//                       kRowsPerDot
 //   in_column_order     ends the order in which sum_rows leaves the columns
+//   sum_rows            sums[g], over num_rows rows: weights[g].codes[first_row + row] * codes[row][column],
+//                       for up to sixteen columns, of which num_columns exist; first_row is a multiple of
+//                       kRowsPerDot
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
