@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tinyserve.errors import UsageError
+from tinyserve.eval.staged import StagedQueryAware
 from tinyserve_ops import SparseConfig, plugins, policies
 from tinyserve_ops.plugins import Plugin, PluginStack
 from tinyserve_ops.policies import (
@@ -27,6 +28,8 @@ from tinyserve_ops.policies import (
 from tinyserve_ops.scorers import resolve
 
 __all__ = ["Method", "PageFormat", "full_cache", "grid", "named_plugin", "named_policy", "with_options"]
+
+_Named = TypeVar("_Named", Policy, Plugin)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ class Method:
     def _resolved(self, num_layers: int) -> tuple[PluginStack | None, PolicyPlan]:
         plan = PolicyPlan.make(self.policy, self.config, num_layers)
         return PluginStack.make(self.plugins, plan, self.config, num_layers)
+
+    @property
+    def executed_policy(self) -> Policy:
+        """The policy that a cache is given."""
+        return StagedQueryAware() if self.staged else self.policy
 
     @property
     def eviction(self) -> EvictionPolicy | None:
@@ -208,17 +216,21 @@ def with_options(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+def _get(option: str, get: Callable[..., _Named], text: str) -> _Named:
+    name, options = with_options(text)
+    try:
+        return get(name, **options)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
 def named_policy(text: str) -> Policy:
     """The policy of `NAME` or `NAME:OPTION=VALUE,...`.
 
     Raises:
         UsageError: no such policy or option, or a value that it cannot have.
     """
-    name, options = with_options(text)
-    try:
-        return policies.get(name, **options)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"--policy: {error}") from error
+    return _get("--policy", policies.get, text)
 
 
 def named_plugin(text: str) -> Plugin:
@@ -227,11 +239,7 @@ def named_plugin(text: str) -> Plugin:
     Raises:
         UsageError: no such plugin or option, or a value that it cannot have.
     """
-    name, options = with_options(text)
-    try:
-        return plugins.get(name, **options)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"--plugin: {error}") from error
+    return _get("--plugin", plugins.get, text)
 
 
 Pipeline = tuple[Policy, tuple[Plugin, ...]]

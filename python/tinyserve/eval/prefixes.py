@@ -138,7 +138,7 @@ class Prefix:
             self._model,
             config,
             max_tokens=self._max_tokens,
-            policy=method.policy,
+            policy=method.executed_policy,
             plugins=method.plugins,
         )
         full = _sharing(self._base, self._base.config, None) if wants_full else None
@@ -171,6 +171,6 @@ def _sharing(source: PagedKVCache, config: SparseConfig, method: Method | None) 
         device=source.device,
         fingerprint=source.fingerprint,
         pool=source.pool,
-        policy=None if method is None else method.policy,
+        policy=None if method is None else method.executed_policy,
         plugins=None if method is None else method.plugins,
     )

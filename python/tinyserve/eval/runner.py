@@ -7,7 +7,6 @@ covers everything gives the output of dense attention.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,6 @@ from tinyserve.eval.methods import Method, full_cache
 from tinyserve.eval.prefixes import Prefix, observation_window, prefill
 from tinyserve.eval.probes import EvictionProbe, SelectionProbe, StepProbe
 from tinyserve.eval.samples import Output, Sample
-from tinyserve.eval.staged import staged_decode
 from tinyserve_ops import SparseConfig
 from tinyserve_ops.hf import Handle, enable
 from tinyserve_ops.policies import EntropyStop, FullCache, Policy
@@ -232,13 +230,12 @@ class Runner:
     ) -> MethodRun:
         model = self._model_of(method)
         line = _Line(model, prefix, method, sample.prompt_ids, measured_steps=self._measured_steps)
-        with staged_decode() if method.staged else contextlib.nullcontext():
-            logits = line.logits
-            for token in sample.prompt_ids[line.num_dense :]:
-                logits = line.feed(line.seq, token)
-            held = _bytes_held(line.kv, line.seq)
-            scored = [line.score(logits, continuation) for continuation in sample.continuations]
-            token_ids = line.generate(logits, sample.max_new_tokens, self._end_ids, stop)
+        logits = line.logits
+        for token in sample.prompt_ids[line.num_dense :]:
+            logits = line.feed(line.seq, token)
+        held = _bytes_held(line.kv, line.seq)
+        scored = [line.score(logits, continuation) for continuation in sample.continuations]
+        token_ids = line.generate(logits, sample.max_new_tokens, self._end_ids, stop)
         share = check_steps(method, line.kv, num_steps=line.num_steps, num_prompt=line.num_dense)
         stats = line.kv.stats()
         text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True)) if token_ids else ""
