@@ -50,14 +50,14 @@ class _TimedOps:
 def _watched() -> Iterator[tuple[Clock, Clock]]:
     """Clocks of our two entry points (the ops included) and of the ops alone, while the block runs."""
     outer, inner = Clock(), Clock()
-    real_ops, real_update = ops._OPS, TinyServeCache.update
-    ops._OPS = _TimedOps(real_ops, inner)  # type: ignore[assignment]
+    real_ops, real_update = ops.OPS, TinyServeCache.update
+    ops.OPS = _TimedOps(real_ops, inner)  # type: ignore[assignment]
     TinyServeCache.update = outer.timed(real_update)  # type: ignore[method-assign]
     AttentionInterface.register(ATTENTION_NAME, outer.timed(attention_forward))
     try:
         yield outer, inner
     finally:
-        ops._OPS = real_ops
+        ops.OPS = real_ops
         TinyServeCache.update = real_update  # type: ignore[method-assign]
         register()
 

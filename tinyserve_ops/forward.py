@@ -20,105 +20,18 @@ import torch
 
 from tinyserve_ops import ops
 from tinyserve_ops.batch_parts import BatchPart, Rows, TokenPart
-from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.eviction import EvictionRun
 from tinyserve_ops.layer_pool import LayerPool
 from tinyserve_ops.plugins.base import Selection
 from tinyserve_ops.policies.base import TokenRows
+from tinyserve_ops.pool_ops import append_tokens, attend_listed, attend_sparse, check_new
 
 if TYPE_CHECKING:
     from tinyserve_ops.batch_tables import BatchState
     from tinyserve_ops.cache import PagedKVCache
     from tinyserve_ops.sequences import SequenceRecord
 
-__all__ = ["ForwardBatch", "append_tokens", "attend_decode"]
-
-
-def append_tokens(
-    pool: LayerPool,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_table: torch.Tensor,
-) -> None:
-    """Writes the packed new keys and values of one layer into its pool. Arguments as for `ops.append_kv`."""
-    ops.append_kv(
-        k,
-        v,
-        cu_query_lens,
-        seq_lens,
-        page_table,
-        pool.k_pages,
-        pool.v_pages,
-        pool.k_scales,
-        pool.v_scales,
-        pool.page_summary,
-        pool.scorer,
-    )
-
-
-def attend_decode(
-    q: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int],
-    pool: LayerPool,
-    config: SparseConfig,
-    sparse: bool,
-    sm_scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Attention of single-token rows whose token is already appended.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim].
-        cu_query_lens: int32 [batch + 1].
-        rows: `seq_lens`, `page_table`, `page_budget`, `max_page_budget` of the batch.
-        sparse: select pages by `config`, or read them all.
-
-    Returns:
-        The output like `q`, then `selected_pages` and `num_selected` of a sparse call, None of a dense one.
-    """
-    seq_lens, page_table, page_budget, max_page_budget = rows
-    if sparse:
-        out, _, selected_pages, num_selected = ops.sparse_decode(
-            q,
-            cu_query_lens,
-            seq_lens,
-            page_table,
-            pool.k_pages,
-            pool.v_pages,
-            pool.k_scales,
-            pool.v_scales,
-            pool.page_summary,
-            page_budget,
-            max_page_budget,
-            pool.scorer,
-            config.op_group_reduction,
-            sm_scale,
-            config.num_sink_pages,
-            config.num_recent_pages,
-            window,
-            softcap,
-        )
-        return out, selected_pages, num_selected
-    out, _, _ = ops.attend_pages(
-        q,
-        cu_query_lens,
-        seq_lens,
-        page_table,
-        pool.k_pages,
-        pool.v_pages,
-        pool.k_scales,
-        pool.v_scales,
-        None,
-        None,
-        sm_scale,
-        window,
-        softcap,
-    )
-    return out, None, None
+__all__ = ["ForwardBatch"]
 
 
 class _Kind(Enum):
@@ -292,16 +205,18 @@ class ForwardBatch:
             rows, lengths = part.of_group(group, tables)
             part_q = part.take(q)
             sparse = layer_idx >= self._dense_layers
-            if kind is _DECODE or (kind is _SELECT and not sparse):
-                part_out, selected_pages, num_selected = attend_decode(
-                    part_q, part.cu_query_lens, rows, pool, self._config, sparse, sm_scale, window, softcap
+            if kind is _DECODE and sparse:
+                part_out, selected_pages, num_selected = attend_sparse(
+                    part_q, part.cu_query_lens, rows, pool, self._config, sm_scale, window, softcap
                 )
-                if selected_pages is not None and num_selected is not None:
-                    self._stats.record_sparse(
-                        layer_idx, pool, part.sequences, lengths, window, selected_pages, num_selected
-                    )
-                else:
-                    self._stats.record_dense(pool, lengths, window)
+                self._stats.record_sparse(
+                    layer_idx, pool, part.sequences, lengths, window, selected_pages, num_selected
+                )
+            elif kind is not _PREFILL and not sparse:
+                part_out, _ = attend_listed(
+                    part_q, part.cu_query_lens, rows, pool, None, None, sm_scale, window, softcap
+                )
+                self._stats.record_dense(pool, lengths, window)
             elif kind is _SELECT:
                 part_out = self._attend_selected(
                     layer_idx, part, rows, lengths, part_q, pool, sm_scale, window, softcap
@@ -391,7 +306,8 @@ class ForwardBatch:
     def _check_layer(
         self, action: str, layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        self._open_cache(action)
+        if self._cache is None or self._cache() is None:
+            self._open_cache(action)  # raises
         num_tokens = self.num_tokens
         if not (q.size(0) == k.size(0) == v.size(0) == num_tokens):
             raise ValueError(
@@ -400,6 +316,7 @@ class ForwardBatch:
             )
         if not 0 <= layer_idx < len(self._attended):
             raise ValueError(f"layer_idx: expected 0 to {len(self._attended) - 1}, got {layer_idx}")
+        check_new(self._layers[layer_idx], q, k, v)
 
     def _attend_selected(
         self,
@@ -443,20 +360,8 @@ class ForwardBatch:
             )
             selected_pages, num_selected = selection.selected_pages, selection.num_selected
             estimates = selection.estimates
-        out, lse, _ = ops.attend_pages(
-            q,
-            part.cu_query_lens,
-            seq_lens,
-            page_table,
-            pool.k_pages,
-            pool.v_pages,
-            pool.k_scales,
-            pool.v_scales,
-            selected_pages,
-            num_selected,
-            sm_scale,
-            window,
-            softcap,
+        out, lse = attend_listed(
+            q, part.cu_query_lens, rows, pool, selected_pages, num_selected, sm_scale, window, softcap
         )
         self._stats.record_sparse(
             layer_idx,

@@ -73,7 +73,7 @@ def append_kv(
     Mutates k_pages, v_pages, k_scales, v_scales, page_summary.
     """
     _run(
-        _OPS.append_kv.default, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
+        OPS.append_kv.default, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
         v_scales, page_summary, scorer,
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def seal_pages(
 
     Mutates page_summary.
     """
-    _run(_OPS.seal_pages.default, page_ids, k_pages, k_scales, page_summary, scorer)
+    _run(OPS.seal_pages.default, page_ids, k_pages, k_scales, page_summary, scorer)
 
 
 def score_pages(
@@ -108,7 +108,7 @@ def score_pages(
         last page that is not full yet.
     """
     result: Tensor = _run(
-        _OPS.score_pages.default, q, cu_query_lens, seq_lens, page_table, page_summary, page_size, scorer,
+        OPS.score_pages.default, q, cu_query_lens, seq_lens, page_table, page_summary, page_size, scorer,
         group_reduction, sm_scale, window,
     )  # fmt: skip
     return result
@@ -136,7 +136,7 @@ def select_pages(
         and num_selected int32 [num_tokens, num_kv_heads].
     """
     result: tuple[Tensor, Tensor] = _run(
-        _OPS.select_pages.default, page_scores, cu_query_lens, seq_lens, page_budget, max_page_budget,
+        OPS.select_pages.default, page_scores, cu_query_lens, seq_lens, page_budget, max_page_budget,
         page_size, num_sink_pages, num_recent_pages, window,
     )  # fmt: skip
     return result
@@ -166,7 +166,7 @@ def attend_pages(
         shape [0] unless asked for.
     """
     result: tuple[Tensor, Tensor, Tensor] = _run(
-        _OPS.attend_pages.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
+        OPS.attend_pages.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
         v_scales, selected_pages, num_selected, sm_scale, window, softcap, return_page_lse,
     )  # fmt: skip
     return result
@@ -201,7 +201,7 @@ def sparse_decode(
         out, lse, selected_pages, num_selected.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _run(
-        _OPS.sparse_decode.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
+        OPS.sparse_decode.default, q, cu_query_lens, seq_lens, page_table, k_pages, v_pages, k_scales,
         v_scales, page_summary, page_budget, max_page_budget, scorer, group_reduction, sm_scale,
         num_sink_pages, num_recent_pages, window, softcap,
     )  # fmt: skip
@@ -218,7 +218,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         out [num_tokens, num_heads, D] and lse fp32 [num_tokens, num_heads].
     """
-    result: tuple[Tensor, Tensor] = _run(_OPS.merge_states.default, outs, lses)
+    result: tuple[Tensor, Tensor] = _run(OPS.merge_states.default, outs, lses)
     return result
 
 
@@ -246,7 +246,7 @@ def prefill_attention(
         out [num_tokens, num_heads, D] of q's dtype and lse fp32 [num_tokens, num_heads].
     """
     result: tuple[Tensor, Tensor] = _run(
-        _OPS.prefill_attention.default, q, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages,
+        OPS.prefill_attention.default, q, k, v, cu_query_lens, seq_lens, page_table, k_pages, v_pages,
         k_scales, v_scales, sm_scale, window, softcap,
     )  # fmt: skip
     return result
@@ -266,7 +266,7 @@ def copy_pages(
     A destination must be neither a source nor named twice. Mutates all parts.
     """
     _run(
-        _OPS.copy_pages.default,
+        OPS.copy_pages.default,
         src_page_ids,
         dst_page_ids,
         k_pages,
@@ -290,7 +290,7 @@ def gather_pages(
     A part that is None comes back with shape [0].
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _run(
-        _OPS.gather_pages.default, page_ids, k_pages, v_pages, k_scales, v_scales, page_summary
+        OPS.gather_pages.default, page_ids, k_pages, v_pages, k_scales, v_scales, page_summary
     )
     return result
 
@@ -310,12 +310,16 @@ def scatter_pages(
 ) -> None:
     """Writes what `gather_pages` returned into the pages `page_ids`. Mutates the parts that are given."""
     _run(
-        _OPS.scatter_pages.default, page_ids, k, v, k_scales_in, v_scales_in, summary_in, k_pages, v_pages,
+        OPS.scatter_pages.default, page_ids, k, v, k_scales_in, v_scales_in, summary_in, k_pages, v_pages,
         k_scales, v_scales, page_summary,
     )  # fmt: skip
 
 
-_OPS = torch.ops.tinyserve
+NO_GRADIENT = (
+    "expected a tensor that does not require grad (this op has no gradient), got one that does; "
+    "run it under torch.no_grad() or pass a detached tensor"
+)
+OPS = torch.ops.tinyserve  # the ops themselves: for `pool_ops`, which checks less
 
 
 def _run(op: Any, *args: object) -> Any:
@@ -323,12 +327,17 @@ def _run(op: Any, *args: object) -> Any:
     try:
         return op(*args)
     except RuntimeError as error:
-        # torch appends its own frames after the first line.
-        message = str(error).split("\n", 1)[0]
-        if _PREFIX not in message:
-            raise
-        message = message.split(_PREFIX, 1)[1]
-        raise (TypeError if "expected dtype" in message else ValueError)(message) from None
+        raise translated(error) from None
+
+
+def translated(error: RuntimeError) -> Exception:
+    """The error for people of one that an op raised; any other as it is."""
+    # torch appends its own frames after the first line.
+    message = str(error).split("\n", 1)[0]
+    if _PREFIX not in message:
+        return error
+    message = message.split(_PREFIX, 1)[1]
+    return (TypeError if "expected dtype" in message else ValueError)(message)
 
 
 def _check_tensors(op: Any, args: tuple[object, ...]) -> None:
@@ -352,10 +361,7 @@ def _refuse_tensors(op: Any, args: tuple[object, ...], grad: bool) -> None:
             )
     for index, tensor in tensors:
         if grad and tensor.requires_grad:
-            raise ValueError(
-                f"{_argument_name(op, index)}: expected a tensor that does not require grad (this op has "
-                "no gradient), got one that does; run it under torch.no_grad() or pass a detached tensor"
-            )
+            raise ValueError(f"{_argument_name(op, index)}: {NO_GRADIENT}")
 
 
 def _argument_name(op: Any, index: int) -> str:

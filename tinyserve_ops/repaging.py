@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinyserve_ops.forward import append_tokens
+from tinyserve_ops.pool_ops import append_tokens
 
 if TYPE_CHECKING:
     from tinyserve_ops.cache import PagedKVCache

@@ -16,7 +16,7 @@ import torch
 
 from tinyserve_ops.batch_tables import BatchTables
 from tinyserve_ops.errors import OutOfPagesError
-from tinyserve_ops.forward import append_tokens, attend_decode
+from tinyserve_ops.pool_ops import append_tokens, attend_listed, attend_sparse, check_new
 from tinyserve_ops.stats import hidden_by_window
 
 if TYPE_CHECKING:
@@ -114,20 +114,22 @@ class ReservedBatch:
         """
         self._check_live("attend")
         pool = self._layers[layer_idx]
+        check_new(pool, q, k, v)
         page_table = self._page_tables[layer_idx]
         append_tokens(pool, k, v, self.cu_query_lens, self.seq_lens, page_table)
         rows = (self.seq_lens, page_table, self.page_budget, self._max_page_budget)
-        sparse = layer_idx >= self._dense_layers
         self._windows[layer_idx] = window
-        out, selected_pages, num_selected = attend_decode(
-            q, self.cu_query_lens, rows, pool, self._config, sparse, sm_scale, window, softcap
+        if layer_idx < self._dense_layers:
+            out, _ = attend_listed(q, self.cu_query_lens, rows, pool, None, None, sm_scale, window, softcap)
+            return out
+        out, selected_pages, num_selected = attend_sparse(
+            q, self.cu_query_lens, rows, pool, self._config, sm_scale, window, softcap
         )
-        if selected_pages is not None and num_selected is not None:
-            self._pages_read[layer_idx].add_(num_selected.sum())
-            if window > 0:
-                page_size = self._config.page_size
-                hidden = hidden_by_window(selected_pages, self.seq_lens, page_size, window)
-                self._tokens_hidden[layer_idx].add_(hidden)
+        self._pages_read[layer_idx].add_(num_selected.sum())
+        if window > 0:
+            page_size = self._config.page_size
+            hidden = hidden_by_window(selected_pages, self.seq_lens, page_size, window)
+            self._tokens_hidden[layer_idx].add_(hidden)
         return out
 
     def advance(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from dense_mirror import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, SM_SCALE, DenseMirror, new_cache, oracle
+from op_calls import OpCalls
 
-from tinyserve_ops import SparseConfig, ops
+from tinyserve_ops import SparseConfig
 
 SMALL = SparseConfig(page_size=4, token_budget=16, dense_layers=1, record_selection=True)
 
@@ -106,27 +107,23 @@ def test_a_small_budget_attends_exactly_to_the_selected_pages():
         assert step.selected_pages[2][1][head].tolist() == [0, 1, 2, -1]
 
 
-def test_only_single_token_rows_of_later_layers_are_sparse(monkeypatch):
-    calls = []
-    for name in ("sparse_decode", "attend_pages", "prefill_attention"):
-        original = getattr(ops, name)
-        monkeypatch.setattr(
-            ops,
-            name,
-            lambda q, *args, _name=name, _run=original: (calls.append((_name, q.size(0))), _run(q, *args))[1],
-        )
+def test_only_single_token_rows_of_later_layers_are_sparse():
     mirror = DenseMirror(new_cache(config=SparseConfig(dense_layers=2)))
-    seqs = [mirror.new(5), mirror.new(6)]
-    assert calls == [("prefill_attention", 5)] * 3 + [("prefill_attention", 6)] * 3
-    calls.clear()
-    mirror.step([(seqs[0], 1), (seqs[1], 4)])
-    dense, sparse, prefill = ("attend_pages", 1), ("sparse_decode", 1), ("prefill_attention", 4)
-    assert calls == [dense, prefill, dense, prefill, sparse, prefill]
-    calls.clear()
-    forward = mirror.cache.begin([(seqs[0], 1)], dense=True)
-    for layer in range(NUM_LAYERS):
-        forward.attend(layer, mirror.random(1, 4), mirror.random(1, 2), mirror.random(1, 2), SM_SCALE)
-    assert calls == [dense] * 3
+    with OpCalls() as ops_called:
+
+        def calls():
+            found = ops_called.of("sparse_decode", "attend_pages", "prefill_attention")
+            return [(name, given["q"].size(0)) for name, given in found]
+
+        seqs = [mirror.new(5), mirror.new(6)]
+        assert calls() == [("prefill_attention", 5)] * 3 + [("prefill_attention", 6)] * 3
+        mirror.step([(seqs[0], 1), (seqs[1], 4)])
+        dense, sparse, prefill = ("attend_pages", 1), ("sparse_decode", 1), ("prefill_attention", 4)
+        assert calls() == [dense, prefill, dense, prefill, sparse, prefill]
+        forward = mirror.cache.begin([(seqs[0], 1)], dense=True)
+        for layer in range(NUM_LAYERS):
+            forward.attend(layer, mirror.random(1, 4), mirror.random(1, 2), mirror.random(1, 2), SM_SCALE)
+        assert calls() == [dense] * 3
 
 
 def test_a_keep_ratio_gives_each_row_its_own_budget():

@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 from dense_mirror import NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, SM_SCALE, DenseMirror, new_cache, oracle
+from op_calls import OpCalls
 from policy_cases import PER_TOKEN, POLICIES, WINDOWED, feed, make_inputs, over
 
-from tinyserve_ops import SparseConfig, ops, policies
+from tinyserve_ops import SparseConfig, policies
 from tinyserve_ops.policies import Oracle, Policy, QueryAware, StreamingLLM
 
 SMALL = SparseConfig(page_size=4, token_budget=24, dense_layers=1, scorer="low_rank")
@@ -354,16 +355,15 @@ def test_the_oracle_keeps_the_most_mass_that_a_budget_can(window):
         assert sum(x.sum() for x in found[name]) < sum(x.sum() for x in found["oracle"])
 
 
-def test_a_dense_forward_asks_no_policy(monkeypatch):
-    calls = []
-    real = ops.attend_pages
-    monkeypatch.setattr(ops, "attend_pages", lambda *a, **k: (calls.append(a[8] is None), real(*a, **k))[1])
+def test_a_dense_forward_asks_no_policy():
     cache = new_cache(config=SMALL, policy="streaming_llm")
     seq = cache.new_sequence()
     inputs = make_inputs(60, seed=5)
     feed(cache, [(seq, inputs, slice(0, 50))])
-    feed(cache, [(seq, inputs, slice(50, 51))], dense=True)
-    assert calls == [True] * NUM_LAYERS
-    calls.clear()
-    feed(cache, [(seq, inputs, slice(51, 52))])
-    assert calls == [True, False, False]
+    with OpCalls() as ops_called:
+        feed(cache, [(seq, inputs, slice(50, 51))], dense=True)
+        lists = [given["selected_pages"] for _, given in ops_called.of("attend_pages")]
+        assert [pages is None for pages in lists] == [True] * NUM_LAYERS
+        feed(cache, [(seq, inputs, slice(51, 52))])
+        lists = [given["selected_pages"] for _, given in ops_called.of("attend_pages")]
+        assert [pages is None for pages in lists] == [True, False, False]

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 from dense_mirror import HEAD_DIM, NUM_LAYERS, SM_SCALE, DenseMirror, new_cache
+from op_calls import OpCalls
 
-from tinyserve_ops import OutOfPagesError, SparseConfig, ops
+from tinyserve_ops import OutOfPagesError, SparseConfig
 
 BUDGETS = {
     "tokens": SparseConfig(page_size=4, token_budget=16, dense_layers=1),
@@ -298,16 +299,11 @@ def test_closing_a_cache_ends_its_reservations():
     other.check()
 
 
-def test_page_lists_of_a_reserved_step_are_no_wider_than_the_reserved_pages(monkeypatch):
-    widths = []
-    sparse_decode = ops.sparse_decode
-    monkeypatch.setattr(
-        ops, "sparse_decode", lambda *args: (widths.append(args[10]), sparse_decode(*args))[1]
-    )
+def test_page_lists_of_a_reserved_step_are_no_wider_than_the_reserved_pages():
     mirror, _, seqs = two_caches(SparseConfig(page_size=4, token_budget=2**40, dense_layers=1))
-    with mirror.cache.reserve(seqs, 40) as reserved:
+    with mirror.cache.reserve(seqs, 40) as reserved, OpCalls() as ops_called:
         make_step(reserved)(inputs(mirror, 2))
-    assert widths == [10, 10]
+    assert [given["max_page_budget"] for _, given in ops_called.of("sparse_decode")] == [10, 10]
 
 
 def test_a_pool_taken_for_a_reservation_does_not_grow_before_it_is_registered(monkeypatch):

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from tinyserve_ops.cache import PagedKVCache
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
-from tinyserve_ops.forward import ForwardBatch, append_tokens
+from tinyserve_ops.forward import ForwardBatch
 from tinyserve_ops.hf.early_exit import check_hooked
 from tinyserve_ops.hf.layer import TinyServeLayer
 from tinyserve_ops.hf.padding import PadRuns, new_tokens
@@ -28,6 +28,7 @@ from tinyserve_ops.hf.reserved_decoding import ReservedDecoding
 from tinyserve_ops.hf.support import fingerprint, max_positions
 from tinyserve_ops.plugins import Plugin, PluginLike, PluginStack, resolve
 from tinyserve_ops.policies import Policy, PolicyPlan
+from tinyserve_ops.pool_ops import append_tokens, check_new
 from tinyserve_ops.stats import CacheStats
 
 __all__ = ["ATTENTION_NAME", "MASK_SENTINEL", "MASK_SENTINEL_RESERVED", "TinyServeCache"]
@@ -387,10 +388,14 @@ class TinyServeCache(ReservedDecoding):
         if forward.batch is None:
             out = query.new_zeros(batch_size * num_new, num_heads, value.size(3))
         else:
-            q, k, v = (_pack(x, forward.index) for x in (query, key, value))
+            index = forward.index
+            if num_new == 1 and index is None:  # as `_pack` does it, without three more Python frames
+                q, k, v = query.select(2, 0), key.select(2, 0), value.select(2, 0)
+            else:
+                q, k, v = _pack(query, index), _pack(key, index), _pack(value, index)
             out = forward.batch.attend(layer_idx, q, k, v, sm_scale, window)
-            if forward.index is not None:
-                out = out.new_zeros(batch_size * num_new, *out.shape[1:]).index_copy_(0, forward.index, out)
+            if index is not None:
+                out = out.new_zeros(batch_size * num_new, *out.shape[1:]).index_copy_(0, index, out)
         if layer_idx == self.num_layers - 1:
             self._commit()
         return out.view(batch_size, num_new, num_heads, out.size(2))
@@ -556,6 +561,7 @@ class TinyServeCache(ReservedDecoding):
         assert batch is not None
         past = self.dense(layer_idx)
         pool, group = self.kv.pool.layers[layer_idx], self.kv.group_of_layer[layer_idx]
+        check_new(pool, key, key, value)
         packed = (_pack(key, None), _pack(value, None))
         append_tokens(pool, *packed, batch.cu_query_lens, batch.seq_lens(group), batch.page_table(group))
         if layer_idx == self.num_layers - 1:
