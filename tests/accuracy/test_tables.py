@@ -65,7 +65,7 @@ def record(
         "scores": scores,
         "measures": {**measures, **dict.fromkeys(names)},
         "kv_bytes_held": 7_000_000,
-        "step_ms": 3.0,
+        "attention_ms": 3.0,
         **changes,
     }
 

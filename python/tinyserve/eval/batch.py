@@ -43,14 +43,14 @@ class EvalBatch(PackedBatch):
 
     Attributes:
         probe: sees every layer of every forward while it is not None.
-        probe_seconds: what the probe took, in all.
+        attention_seconds: what attention took, in all, without the probe.
     """
 
     def __init__(self, model: Any, kv: PagedKVCache) -> None:
         super().__init__(model, kv)
         self._model = model
         self.probe: LayerProbe | None = None
-        self.probe_seconds = 0.0
+        self.attention_seconds = 0.0
 
     def feed(self, seq: int, token_ids: Sequence[int], *, prompt_goes_on: bool = False) -> torch.Tensor:
         """Appends tokens to a sequence in one forward; fp32 logits [vocabulary] behind the last of them."""
@@ -68,10 +68,15 @@ class EvalBatch(PackedBatch):
         window: int,
     ) -> torch.Tensor:
         """As `PackedBatch.attend`; then the probe looks."""
+        started = time.perf_counter()
         out = super().attend(layer_idx, query, key, value, attention_mask, sm_scale, window)
+        self.attention_seconds += time.perf_counter() - started
         if self.probe is not None:
-            started = time.perf_counter()
             q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
             self.probe.observe(self._current(), layer_idx, q, k, v, sm_scale, window)
-            self.probe_seconds += time.perf_counter() - started
         return out
+
+    def abandon(self) -> None:
+        """Drops the forward under way."""
+        if self.batch is not None:
+            self.batch.abandon()

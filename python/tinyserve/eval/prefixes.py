@@ -114,12 +114,10 @@ class Prefix:
             prefill(batch, self._seq, prompt_ids[:num_open], prompt_goes_on=True)
             self._open = self._base.fork(self._seq)
         self._logits = prefill(batch, self._seq, prompt_ids[max(num_open, 0) : self._num_dense])
-        self._copy: tuple[PageFormat, PagedKVCache, int] | None = None
+        self._copies: dict[PageFormat, tuple[PagedKVCache, int]] = {}
 
     def begin(self, method: Method, config: SparseConfig, *, wants_full: bool) -> Beginning:
         """A cache of `method` with the settings `config`, which differ from the method's in what is recorded.
-
-        Only the latest foreign format is kept: methods of one format should come one after the other.
 
         Args:
             wants_full: give the full cache of a policy that evicts.
@@ -153,11 +151,14 @@ class Prefix:
         wanted = method.page_format(self._base.num_layers)
         if wanted == self._format:
             return self._base, self._seq
-        if self._copy is None or self._copy[0] != wanted:
-            self._copy = None  # the pages of the format before go first
+        if wanted not in self._copies:
             copy = new_paged_cache(self._model, method.config, max_tokens=self._max_tokens)
-            self._copy = (wanted, copy, copy.adopt(self._base, self._seq))
-        return self._copy[1:]
+            self._copies[wanted] = (copy, copy.adopt(self._base, self._seq))
+        return self._copies[wanted]
+
+    def forget_copies(self) -> None:
+        """Lets the copies in other formats go; those that began from one keep its pages."""
+        self._copies.clear()
 
 
 def _sharing(source: PagedKVCache, config: SparseConfig, method: Method | None) -> PagedKVCache:

@@ -139,7 +139,7 @@ def sample_record(identity: Record, task: Task, sample: Sample, run: MethodRun) 
         "sparse_share": run.sparse_share,
         "engaged": run.engaged,
         "kv_bytes_held": run.kv_bytes_held,
-        "step_ms": run.step_ms,
+        "attention_ms": run.attention_ms,
         "plugin_reports": run.plugin_reports,
         "measures": mean_measures(run.steps),
         "series": _series(run.steps),

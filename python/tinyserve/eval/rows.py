@@ -38,7 +38,7 @@ class Row:
         compared: what the task says about the method beside the full cache (`Task.compare`).
         regret: how much worse than the oracle of the same budget and page size, on the same samples; above 0
             is worse, whichever way the metric goes.
-        measures: means over the samples, of `mean_measures`, `kv_bytes_held` and `step_ms`.
+        measures: means over the samples, of `mean_measures`, `kv_bytes_held` and `attention_ms`.
         machines, commits: all that the records were made on and with.
     """
 
@@ -175,10 +175,8 @@ def _scaled(interval: Interval | None, sign: float) -> Interval | None:
 
 def _mean_measures(records: Sequence[Record]) -> dict[str, float | None]:
     means: dict[str, float | None] = {}
-    rows = [
-        {**record["measures"], "kv_bytes_held": record["kv_bytes_held"], "step_ms": record["step_ms"]}
-        for record in records
-    ]
+    beside = ("kv_bytes_held", "attention_ms")
+    rows = [{**record["measures"], **{name: record[name] for name in beside}} for record in records]
     for name in rows[0] if rows else ():
         values = [row[name] for row in rows if row[name] is not None]
         means[name] = fmean(values) if values else None

@@ -1,5 +1,5 @@
 """`Runner`: a sample through every method. The context is prefilled densely once; from there each method goes
-its own way, one token at a time, because only such steps are sparse.
+its own way, one token at a time, because only such steps are sparse; methods take their steps together.
 
 What comes out has been checked: the steps counted by the cache are the ones that were fed, and a budget that
 covers everything gives the output of dense attention.
@@ -8,9 +8,8 @@ covers everything gives the output of dense attention.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +18,11 @@ from tinyserve.decode import share_weights
 from tinyserve.errors import UsageError
 from tinyserve.eval.batch import EvalBatch
 from tinyserve.eval.guards import GuardError, check_equal, check_logprobs, check_steps, tolerance_of
+from tinyserve.eval.joint import joint_steps
+from tinyserve.eval.line import Line, Steps
 from tinyserve.eval.measures import StepMeasures
 from tinyserve.eval.methods import Method, full_cache
-from tinyserve.eval.prefixes import Prefix, observation_window, prefill
-from tinyserve.eval.probes import EvictionProbe, SelectionProbe, StepProbe
+from tinyserve.eval.prefixes import Prefix, observation_window
 from tinyserve.eval.samples import Output, Sample
 from tinyserve_ops import SparseConfig
 from tinyserve_ops.hf import Handle, enable
@@ -31,13 +31,12 @@ from tinyserve_ops.policies import EntropyStop, FullCache, Policy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from tinyserve_ops import PagedKVCache
-
 __all__ = ["Failure", "MethodRun", "Runner"]
 
 MEASURED_STEPS = 64
 _CHECKED_TOKENS = 256  # of a sample, against the unpatched model
 _CHECKED_STEPS = 8
+_MOST_FORMATS = 4  # page formats whose copies of the context are held at once
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class MethodRun:
             layers.
         engaged: something was left out: a page not read, or a token evicted.
         kv_bytes_held: bytes of the pages of the sequence at the end of the prompt.
-        step_ms: median time of a step, without measuring; None without steps.
+        attention_ms: median time that a step spends in attention, all layers; None without steps.
         plugin_reports: what each plugin did, by its name.
         steps: measures of the first steps.
         selections: selected pages of the measured steps, as `count_selection` takes them.
@@ -64,7 +63,7 @@ class MethodRun:
     sparse_share: float | None
     engaged: bool
     kv_bytes_held: int
-    step_ms: float | None
+    attention_ms: float | None
     plugin_reports: dict[str, dict[str, Any]]
     steps: list[StepMeasures] = field(repr=False)
     selections: list[dict[int, Any]] = field(repr=False)
@@ -141,9 +140,10 @@ class Runner:
         expected = self.model(torch.tensor([ids])).logits[0, num_dense:].float().log_softmax(-1)
         method = full_cache(SparseConfig())
         prefix = Prefix(self._twin, ids, num_dense, method, window=0, max_tokens=2 * len(ids))
-        line = _Line(self._twin, prefix, method, ids, measured_steps=0)
+        begin = prefix.begin(method, method.config, wants_full=False)
+        batch = EvalBatch(self._twin, begin.kv)
         for token, logprobs in zip(ids[num_dense:], expected, strict=True):
-            got = line.feed(line.seq, token).log_softmax(-1)
+            got = batch.feed(begin.seq, [token]).log_softmax(-1)
             best = logprobs.topk(min(8, logprobs.numel())).indices
             check_logprobs(
                 "full cache against the unpatched model",
@@ -180,19 +180,33 @@ class Runner:
             yield from (Failure(method, error) for method in ordered)
             return
         dense: MethodRun | None = None
-        for method in ordered:
-            try:
-                run = self._run_method(prefix, sample, method, stop)
-                if dense is None and isinstance(method.policy, FullCache):
-                    dense = run
-                elif dense is not None and method.covers(room):
-                    self._check_covering(dense, run, num_layers)
-            except Exception as error:
-                yield Failure(method, error)
-                if isinstance(error, GuardError):
-                    raise
-                continue
-            yield run
+        for together in self._groups(ordered, room, num_layers):
+            for result in self._run_together(prefix, sample, together, stop):
+                checked = result
+                if isinstance(result, MethodRun) and isinstance(result.method.policy, FullCache):
+                    dense = dense or result
+                elif isinstance(result, MethodRun) and dense is not None and result.method.covers(room):
+                    checked = self._held_to(dense, result, num_layers)
+                yield checked
+                if isinstance(checked, Failure) and isinstance(checked.error, GuardError):
+                    raise checked.error
+
+    def _groups(self, ordered: Sequence[Method], room: int, num_layers: int) -> list[list[Method]]:
+        """Methods that take their steps together; the full cache is in the first group.
+
+        A product of matrices with another number of rows may round otherwise, so what is compared bit for bit
+        (the full cache, where other methods must give the same) goes alone. So does what may leave the model
+        early. Each page format of a group holds a copy of the context.
+        """
+        covering = [m for m in ordered if m.covers(room)]
+        alone = [m for m in ordered if m.reads_logits(num_layers) or (m in covering and len(covering) > 1)]
+        joint = [m for m in ordered if m not in alone]
+        formats = list(dict.fromkeys(method.page_format(num_layers) for method in joint))
+        groups = [[method] for method in alone]
+        for start in range(0, len(formats), _MOST_FORMATS):
+            chosen = formats[start : start + _MOST_FORMATS]
+            groups.append([m for m in joint if m.page_format(num_layers) in chosen])
+        return sorted(groups, key=lambda group: not isinstance(group[0].policy, FullCache))
 
     @torch.inference_mode()
     def _prefill(self, sample: Sample, methods: Sequence[Method], max_tokens: int) -> Prefix:
@@ -208,143 +222,95 @@ class Runner:
             max_tokens=max_tokens,
         )
 
-    def _check_covering(self, dense: MethodRun, run: MethodRun, num_layers: int) -> None:
-        """Holds a run whose budget covers everything to the full cache, where its pages are exact."""
+    def _held_to(self, dense: MethodRun, run: MethodRun, num_layers: int) -> MethodRun | Failure:
+        """A run whose budget covers everything, unless it differs from the full cache where its pages are
+        exact.
+        """
         page_format = run.method.page_format(num_layers)
         if page_format.is_exact:
-            check_equal(
-                run.method.label,
-                dense.output,
-                run.output,
-                bit_for_bit=page_format == dense.method.page_format(num_layers),
-                tolerance=tolerance_of(self.model.dtype),
-            )
+            try:
+                check_equal(
+                    run.method.label,
+                    dense.output,
+                    run.output,
+                    bit_for_bit=page_format == dense.method.page_format(num_layers),
+                    tolerance=tolerance_of(self.model.dtype),
+                )
+            except GuardError as error:
+                return Failure(run.method, error)
+        return run
 
     @torch.inference_mode()
-    def _run_method(
+    def _run_together(
         self,
         prefix: Prefix,
         sample: Sample,
-        method: Method,
+        methods: Sequence[Method],
         stop: Callable[[list[int]], bool] | None,
-    ) -> MethodRun:
-        model = self._model_of(method)
-        line = _Line(model, prefix, method, sample.prompt_ids, measured_steps=self._measured_steps)
-        logits = line.logits
-        for token in sample.prompt_ids[line.num_dense :]:
-            logits = line.feed(line.seq, token)
-        held = _bytes_held(line.kv, line.seq)
-        scored = [line.score(logits, continuation) for continuation in sample.continuations]
-        token_ids = line.generate(logits, sample.max_new_tokens, self._end_ids, stop)
+    ) -> list[MethodRun | Failure]:
+        """One result per method, of steps taken together."""
+        try:
+            model = self._model_of(methods[0])
+        except UsageError as error:
+            return [Failure(method, error) for method in methods]
+        results: dict[Method, MethodRun | Failure] = {}
+        lines: list[tuple[Line, Steps]] = []
+        for method in methods:
+            try:
+                line = Line(model, prefix, method, sample.prompt_ids, measured_steps=self._measured_steps)
+                lines.append((line, line.steps(sample, self._end_ids, stop)))
+            except Exception as error:
+                results[method] = Failure(method, error)
+        prefix.forget_copies()
+        for line, outcome in _drive(model, lines):
+            try:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                results[line.method] = self._finish(line, outcome)
+            except Exception as error:
+                results[line.method] = Failure(line.method, error)
+        return [results[method] for method in methods]
+
+    def _finish(self, line: Line, output: Output) -> MethodRun:
+        method = line.method
         share = check_steps(method, line.kv, num_steps=line.num_steps, num_prompt=line.num_dense)
         stats = line.kv.stats()
-        text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True)) if token_ids else ""
+        ids = output.token_ids
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+        seconds = line.attention_seconds
         return MethodRun(
             method=method,
-            output=Output(text, token_ids, [found for found, _ in scored], [best for _, best in scored]),
+            output=replace(output, text=text),
             num_dense=line.num_dense,
             scored_tokens=line.num_steps,
             sparse_share=share,
             engaged=stats.selection_engaged or stats.tokens_evicted > 0,
-            kv_bytes_held=held,
-            step_ms=1e3 * statistics.median(line.seconds) if line.seconds else None,
+            kv_bytes_held=line.bytes_held or 0,
+            attention_ms=1e3 * statistics.median(seconds) if seconds else None,
             plugin_reports=line.kv.plugin_reports(),
             steps=line.measures,
             selections=[step.selected_pages for step in line.kv.selection_history()[: len(line.measures)]],
         )
 
 
-class _Line:
-    """A method's own way from where it begins: token by token, timed, the first steps measured.
-
-    Attributes:
-        kv, seq: its cache and sequence.
-        num_dense: tokens of the prompt that the sequence holds.
-        logits: behind them.
-        num_steps: tokens fed since.
-        seconds: of each step, without measuring.
-        measures: of the first steps.
-    """
-
-    def __init__(
-        self, model: Any, prefix: Prefix, method: Method, prompt_ids: Sequence[int], *, measured_steps: int
-    ) -> None:
-        config = method.config.replace(record_selection=measured_steps > 0)
-        # A full cache beside the policy's would miss the keys of layers that tokens have left.
-        num_layers = int(model.config.num_hidden_layers)
-        wants_full = measured_steps > 0 and not method.reads_logits(num_layers)
-        begin = prefix.begin(method, config, wants_full=wants_full)
-        self.kv, self.seq, self.num_dense = begin.kv, begin.seq, begin.num_dense
-        self.num_steps = 0
-        self.seconds: list[float] = []
-        self.measures: list[StepMeasures] = []
-        self._batch = EvalBatch(model, self.kv)
-        self._measured_steps = measured_steps
-        self._probe: StepProbe | None = None
-        if begin.full is not None:
-            self._probe = EvictionProbe(self.kv, self.seq, begin.full)
-        elif measured_steps and method.eviction is None:
-            self._probe = SelectionProbe(self.kv)
-        self._batch.probe = self._probe
-        if begin.num_stored < begin.num_dense:
-            self.logits = prefill(self._batch, self.seq, prompt_ids[begin.num_stored : begin.num_dense])
-            if begin.num_dense == 1:  # a piece of one token counts as a step
-                self.kv.reset_stats()
-        else:
-            assert begin.logits is not None
-            self.logits = begin.logits
-
-    def feed(self, seq: int, token: int) -> torch.Tensor:
-        """One step; logits [vocabulary] behind the token."""
-        if self.num_steps == self._measured_steps:
-            self._batch.probe = self._probe = None
-        started, before = time.perf_counter(), self._batch.probe_seconds
-        logits = self._batch.feed(seq, [token])
-        self.seconds.append(time.perf_counter() - started - (self._batch.probe_seconds - before))
-        self.num_steps += 1
-        if self._probe is not None:
-            self.measures.append(self._probe.finish_step())
-        return logits
-
-    def score(self, logits: torch.Tensor, continuation: Sequence[int]) -> tuple[list[float], bool]:
-        """Log-probability of each token after the prompt, and whether each was the most probable one.
-
-        Args:
-            logits: behind the prompt.
-        """
-        fork = self.kv.fork(self.seq)
-        if self._probe is not None:
-            self._probe.fork(self.seq, fork)
-        logprobs, is_greedy = [], True
-        for position, token in enumerate(continuation):
-            logprobs.append(float(logits.log_softmax(-1)[token]))
-            is_greedy = is_greedy and int(logits.argmax()) == token
-            if position + 1 < len(continuation):
-                logits = self.feed(fork, token)
-        self.kv.free(fork)
-        if self._probe is not None:
-            self._probe.free(fork)
-        return logprobs, is_greedy
-
-    def generate(
-        self,
-        logits: torch.Tensor,
-        max_new_tokens: int,
-        end_ids: frozenset[int],
-        stop: Callable[[list[int]], bool] | None,
-    ) -> list[int]:
-        """Greedy tokens after the prompt, up to an end-of-text token or to where `stop` has enough."""
-        token_ids: list[int] = []
-        while len(token_ids) < max_new_tokens:
-            token = int(logits.argmax())
-            if token in end_ids:
-                break
-            token_ids.append(token)
-            if stop is not None and stop(token_ids):
-                break
-            if len(token_ids) < max_new_tokens:
-                logits = self.feed(self.seq, token)
-        return token_ids
+def _drive(
+    model: PreTrainedModel, lines: Sequence[tuple[Line, Steps]]
+) -> Iterator[tuple[Line, Output | Exception]]:
+    """Takes the steps of all lines together; yields each with what came out of it, as it ends."""
+    waiting: list[tuple[Line, Steps, torch.Tensor | Exception | None]] = [(*line, None) for line in lines]
+    while waiting:
+        asked: list[tuple[Line, Steps, tuple[int, int]]] = []
+        for line, steps, logits in waiting:
+            try:
+                if isinstance(logits, Exception):
+                    raise logits
+                asked.append((line, steps, next(steps) if logits is None else steps.send(logits)))
+            except StopIteration as end:
+                yield line, end.value
+            except Exception as error:
+                yield line, error
+        answers = joint_steps(model, [(line.batch, *request) for line, _, request in asked])
+        waiting = [(line, steps, answer) for (line, steps, _), answer in zip(asked, answers, strict=True)]
 
 
 def _in_order(methods: Sequence[Method], num_layers: int) -> list[Method]:
@@ -352,12 +318,6 @@ def _in_order(methods: Sequence[Method], num_layers: int) -> list[Method]:
     by_policy = sorted(methods, key=lambda method: not isinstance(method.policy, FullCache))
     formats = list(dict.fromkeys(method.page_format(num_layers) for method in by_policy))
     return sorted(by_policy, key=lambda method: formats.index(method.page_format(num_layers)))
-
-
-def _bytes_held(kv: PagedKVCache, seq: int) -> int:
-    return sum(
-        kv.page_ids(seq, index).numel() * group.bytes_per_page for index, group in enumerate(kv.pool.groups)
-    )
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -23,7 +23,7 @@ _MEASURES = (
     "kv_bytes",
     "summary_bytes",
     "kv_bytes_held",
-    "step_ms",
+    "attention_ms",
 )
 _NOTES = " ".join(
     (
@@ -90,7 +90,7 @@ def _cells(row: Row) -> dict[str, Any]:
 def _table(rows: Sequence[Row]) -> str:
     compared = list(dict.fromkeys(name for row in rows for name in row.compared))
     titles = ["method", "n", rows[0].metric, "vs dense", "regret", *compared, "recall", "of oracle", "hit"]
-    titles += ["reuse", "tokens", "MB read", "MB held", "ms/step"]
+    titles += ["reuse", "tokens", "MB read", "MB held", "attention ms"]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "--:|" * (len(titles) - 1)]
     lines += [f"| {' | '.join(_line(row, compared))} |" for row in rows]
     return "\n".join(lines)
@@ -115,7 +115,7 @@ def _line(row: Row, compared: Sequence[str]) -> list[str]:
         _number(measures.get("tokens_attended"), ".0f"),
         _megabytes(read),
         _megabytes(measures.get("kv_bytes_held")),
-        _number(measures.get("step_ms"), ".1f"),
+        _number(measures.get("attention_ms"), ".1f"),
     ]
 
 

@@ -118,7 +118,7 @@ def train(architecture: str, folder: Path, text: str | Path, *, num_steps: int, 
     torch.manual_seed(seed)
     end = int(tokenizer.eos_token_id)
     config = CONFIGS[architecture](
-        vocab_size=len(tokenizer), bos_token_id=end, eos_token_id=end, pad_token_id=end
+        vocab_size=len(tokenizer), bos_token_id=end, eos_token_id=end, pad_token_id=None
     )
     model = _new_model(config)
     lessons = Lessons(tokenizer, learnt, seed=seed)
@@ -235,6 +235,7 @@ def _write(
     held_out: Sequence[Document],
     facts: dict[str, Any],
 ) -> None:
+    model.config.pad_token_id = tokenizer.pad_token_id  # not before: the model would take ends for padding
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     lines = [json.dumps({"title": document.title, "text": document.text}) for document in held_out]
