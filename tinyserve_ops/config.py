@@ -43,10 +43,11 @@ class SparseConfig:
             page_size` pages.
         keep_ratio: fraction of the sequence's pages that is KEPT, in (0, 1]; rounded up, at least the forced
             pages.
-        scorer: how pages are ranked: "bounds" (int8 box), "bounds_full" (box in the KV type, not with
-            int8), "mean", "mean_std", "bounds_mean", "low_rank" (mean and a rank-2 sketch of the keys,
-            log-sum-exp over a page's tokens; "low_rank_1" to "low_rank_8" name the rank, at most
-            page_size - 1) and "low_rank_max" (the same with the maximum over the tokens).
+        scorer: how pages are ranked: "low_rank" (mean and a sketch of the keys of rank 4, or of page_size - 1
+            where that is less; log-sum-exp over a page's tokens; "low_rank_1" to "low_rank_8" name the
+            rank), "low_rank_max" (the same with the maximum over the tokens), "bounds" (int8 box),
+            "bounds_full" (box in the KV type, not with int8), "mean", "mean_std", "bounds_mean". Pages of one
+            token have no rank: give another.
         group_reduction: how the query heads of one kv head share a page list: "mean" (not for low_rank),
             "max" or "softmax"; None means "softmax" for low_rank and "mean" for the others.
         num_sink_pages: first pages, always attended.
@@ -65,7 +66,7 @@ class SparseConfig:
     page_size: int = 16
     token_budget: int | None = None
     keep_ratio: float | None = None
-    scorer: str = "bounds"
+    scorer: str = "low_rank"
     group_reduction: str | None = None
     num_sink_pages: int = 1
     num_recent_pages: int = 2
@@ -92,7 +93,7 @@ class SparseConfig:
         object.__setattr__(self, "_op_group_reduction", reduction)
         if self.kv_dtype is not None:
             check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
-            resolve(self.scorer, self.kv_dtype)
+            resolve(self.scorer, self.page_size, self.kv_dtype)
         if self.max_kv_bytes is not None:
             check_int("max_kv_bytes", self.max_kv_bytes, 1)
         if not isinstance(self.record_selection, bool):

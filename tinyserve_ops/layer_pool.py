@@ -59,7 +59,7 @@ class LayerPool:
         self.dtype = dtype
         self.device = device
         self.channel_major = channel_major
-        self.scorer = scorers.resolve(scorer, dtype)
+        self.scorer = scorers.resolve(scorer, page_size, dtype)
         self.summary_bytes = scorers.summary_bytes(scorer, head_dim, page_size, dtype)
         self._take(self._allocate(num_pages))
 

@@ -174,7 +174,7 @@ class PagePool:
         self.page_size = config.page_size
         self.dtype = dtype
         self.device = _device_with_kernels(device)
-        self.scorer = resolve(config.scorer, dtype)
+        self.scorer = resolve(config.scorer, config.page_size, dtype)
         self.max_kv_bytes = config.max_kv_bytes
         self.layer_groups = _check_groups(layer_groups, num_layers)
         self.growable = self.device.type == "cpu" if growable is None else growable
@@ -289,7 +289,7 @@ class PagePool:
             ),
             "config.page_size": (self.page_size, config.page_size),
             "dtype": (self.dtype, dtype),
-            "config.scorer": (self.scorer, resolve(config.scorer, dtype)),
+            "config.scorer": (self.scorer, resolve(config.scorer, config.page_size, dtype)),
             "device": (self.device, torch.device(device)),
         }
         if layer_groups is not None:

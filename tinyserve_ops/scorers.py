@@ -37,8 +37,10 @@ __all__ = [
 HEAD_DIMS = range(8, 257, 8)
 PAGE_SIZES = range(1, 65)
 
-# Ranks of the low-rank sketch; a page of S centred keys has a rank of at most S - 1.
+# Ranks of the low-rank sketch; a page of S centred keys has a rank of at most S - 1. A name without a number
+# means DEFAULT_RANK, or the most that a smaller page has.
 RANKS = range(1, 9)
+DEFAULT_RANK = 4
 
 # How the query heads of one kv head come to one score: "mean" averages the query features over the group
 # (one dot product; linear scorers only), "max" keeps the highest score of the group's heads, "softmax" adds
@@ -106,31 +108,32 @@ SCORERS: Mapping[str, Scorer] = MappingProxyType(
                     SummaryVector("mean", "identity", 0.3),
                 ),
             ),
-            Scorer("low_rank", encoding="low_rank", rank=2, token_reduction="logsumexp"),
-            Scorer("low_rank_max", encoding="low_rank", rank=2, token_reduction="max"),
+            Scorer("low_rank", encoding="low_rank", token_reduction="logsumexp"),
+            Scorer("low_rank_max", encoding="low_rank", token_reduction="max"),
         )
     }
 )
 
 
-def resolve(scorer: str, kv_dtype: torch.dtype | str | None = None) -> str:
+def resolve(scorer: str, page_size: int, kv_dtype: torch.dtype | str | None = None) -> str:
     """Returns the name that the ops take: "bounds_full" becomes "bounds_full_fp16" and the like, "low_rank"
-    becomes "low_rank_2".
+    becomes "low_rank_4", or less where pages have fewer than 5 tokens.
 
     Args:
         scorer: a name of `SCORERS`, a low-rank name with its rank ("low_rank_4"), or a name that this
             function returned before.
+        page_size: tokens of a page, 1 to 64.
         kv_dtype: element type of the key pages, as a torch dtype or its name ("float32", "float16",
             "bfloat16", "int8"). May be None where the scorer's summary does not depend on it.
 
     Raises:
-        ValueError: an unknown scorer, an unsupported `kv_dtype`, a full-precision scorer for int8 pages, or a
-            resolved name of another dtype.
+        ValueError: an unknown scorer, an unsupported `kv_dtype`, a full-precision scorer for int8 pages, a
+            resolved name of another dtype, or a rank that pages of `page_size` do not have.
         TypeError: `scorer` is not a string.
     """
     found, named_dtype = find_op_scorer(scorer, allow_public=True)
     if found.encoding == "low_rank":
-        return f"{found.name}_{found.rank}"
+        return f"{found.name}_{_rank(found, scorer, page_size)}"
     if found.encoding != "full":
         return found.name
     dtype = named_dtype if kv_dtype is None else _as_kv_dtype(kv_dtype)
@@ -162,10 +165,10 @@ def summary_bytes(
         ValueError, TypeError: as for `resolve`, for an unsupported `head_dim` or `page_size`, and for a rank
             that pages of `page_size` do not have.
     """
-    found, dtype = find_op_scorer(resolve(scorer, kv_dtype))
+    _check_page_size(page_size)
+    found, dtype = find_op_scorer(resolve(scorer, page_size, kv_dtype))
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}")
-    _check_page_size(found, scorer, page_size)
     if found.encoding == "low_rank":
         sketch_codes = _whole_blocks(head_dim) + _whole_blocks(page_size)  # of one rank
         num_bytes = head_dim + found.rank * sketch_codes // 2 + (1 + found.rank) * torch.bfloat16.itemsize
@@ -180,7 +183,7 @@ def op_scorers() -> tuple[str, ...]:
     names: list[str] = []
     for scorer in SCORERS.values():
         if scorer.encoding == "full":
-            names += [resolve(scorer.name, dtype) for dtype in _FULL_DTYPES]
+            names += [f"{scorer.name}_{short_name}" for short_name in _FULL_DTYPES.values()]
         elif scorer.encoding == "low_rank":
             names += [f"{scorer.name}_{rank}" for rank in RANKS]
         else:
@@ -192,8 +195,9 @@ def find_op_scorer(scorer: str, *, allow_public: bool = False) -> tuple[Scorer, 
     """Returns the table row behind an op's scorer name (with the rank that the name carries), and the dtype
     that it carries.
 
-    The dtype is None where the encoding does not depend on it, and for a public name of a full-precision
-    scorer. Public names that are not names of the ops are accepted with `allow_public` only.
+    The rank is 0 for a public name without one. The dtype is None where the encoding does not depend on it,
+    and for a public name of a full-precision scorer. Public names that are not names of the ops are accepted
+    with `allow_public` only.
     """
     if not isinstance(scorer, str):
         raise TypeError(f"scorer: expected a string, got {type(scorer).__name__}")
@@ -219,7 +223,9 @@ def check_scorer(scorer: str, page_size: int) -> str:
     found, named_dtype = find_op_scorer(scorer, allow_public=True)
     if named_dtype is not None:
         raise ValueError(f"scorer: expected one of {_scorer_names(public=True)}, got {scorer!r}")
-    _check_page_size(found, scorer, page_size)
+    _check_page_size(page_size)
+    if found.encoding == "low_rank":
+        _rank(found, scorer, page_size)
     return scorer
 
 
@@ -245,14 +251,20 @@ def check_group_reduction(group_reduction: str, scorer: str) -> str:
     return group_reduction
 
 
-def _check_page_size(found: Scorer, scorer: str, page_size: int) -> None:
+def _check_page_size(page_size: int) -> None:
     if page_size not in PAGE_SIZES:
         raise ValueError(f"page_size: expected 1 to 64, got {page_size}")
-    if found.rank > page_size - 1:
+
+
+def _rank(found: Scorer, scorer: str, page_size: int) -> int:
+    """The rank that a low-rank name means for pages of this size."""
+    rank = found.rank or max(min(DEFAULT_RANK, page_size - 1), 1)
+    if rank > page_size - 1:
         raise ValueError(
             f"scorer: expected a rank of at most page_size - 1 = {page_size - 1}, "
-            f"got {scorer!r} of rank {found.rank}"
+            f"got {scorer!r} of rank {rank}"
         )
+    return rank
 
 
 def _whole_blocks(num_codes: int) -> int:

@@ -134,7 +134,7 @@ def _description(cache: PagedKVCache) -> dict[str, Any]:
         "page_size": cache.config.page_size,
         "layout": LAYOUT,
         "kv_dtype": str(cache.dtype).removeprefix("torch."),
-        "scorer": resolve(cache.config.scorer, cache.dtype),
+        "scorer": resolve(cache.config.scorer, cache.config.page_size, cache.dtype),
         "layer_groups": [list(group) for group in cache.layer_groups],
     }
 

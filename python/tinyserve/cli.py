@@ -77,8 +77,8 @@ def _add_demo(commands: argparse._SubParsersAction[_OneLineParser]) -> None:
     budget.add_argument("--budget", help=text, type=integer(1), metavar="TOKENS")
     text = "share of the pages it may read instead, 0 to 1"
     budget.add_argument("--keep-ratio", help=text, type=float, metavar="SHARE")
-    add("--page-size", "tokens of a page", type=integer(1), default=8, metavar="TOKENS")
-    add("--scorer", "how pages are ranked", default="bounds", metavar="NAME")
+    add("--page-size", "tokens of a page", type=integer(1), default=16, metavar="TOKENS")
+    add("--scorer", "how pages are ranked", default="low_rank", metavar="NAME")
     add("--model", "a Hugging Face model folder in place of SmolLM2", type=Path, metavar="FOLDER")
     add("--depth", "where in the text the fact hides, 0 to 1", type=share, default=0.2, metavar="SHARE")
     add("--key", "the fact: letters or digits", default=DEFAULT_KEY, metavar="TEXT")

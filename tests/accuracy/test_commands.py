@@ -73,8 +73,8 @@ def test_tables_show_only_what_was_asked_for(tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert main(["eval", "score", *arguments(tmp_path, "--output", output, "--keep-ratio", "0.5")]) == 0
     table = capsys.readouterr().out
-    assert "query_aware bounds 50%" in table
-    assert "bounds 64" not in table
+    assert "query_aware low_rank 50%" in table
+    assert "low_rank 64" not in table
     assert main(["eval", "score:shift=1", *arguments(tmp_path, "--output", output, "--budget", "64")]) == 0
     assert read_records(Path(output))[-1]["task_options"] == {"shift": 1}
     assert "| full_cache, page 16 | 2 |" in capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_plugins_stack_on_the_policies_and_files_add_pipelines(
     table = capsys.readouterr().out
     assert "| full_cache, page 16 | 2 |" in table
     assert (
-        "| query_aware bounds 64, page 16, dense_layers 1, +approximate_attention estimate False |" in table
+        "| query_aware low_rank 64, page 16, dense_layers 1, +approximate_attention estimate False |" in table
     )
     assert "| snapkv 64, page 16, window 16, dense_layers 1, +early_exit |" in table
     by_policy = {record["policy"]: record for record in read_records(output)}
@@ -108,7 +108,7 @@ def test_a_sweep_fills_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     names = {path.name for path in folder.iterdir()}
     assert {"results.jsonl", "ablation.md", "ablation.csv", "group-reduction.md"} <= names
     assert {"ablation_score_120_score.png", "selection_map_score.svg"} <= names
-    assert "| query_aware bounds 64" in (folder / "ablation.md").read_text()
+    assert "| query_aware low_rank 64" in (folder / "ablation.md").read_text()
     assert str(folder / "ablation_score_120_recall.svg") in capsys.readouterr().out
 
 
@@ -128,7 +128,7 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "score", "--policy", "snapkv:windows=3"], "expected parameters among"),
         (["eval", "score", "--plugin", "magic"], "--plugin: plugin: expected one of"),
         (["eval", "score", "--pipeline", "nowhere.yaml"], "nowhere.yaml: expected a YAML file"),
-        (["eval", "score", "--policy", "soft_prune"], "policy soft_prune: scorer: expected low_rank"),
+        (["eval", "score", "--policy", "soft_prune", "--scorer", "mean"], "scorer: expected low_rank"),
         (["eval", "score", "--budget", "0"], "expected an integer >= 1, got '0'"),
         (["eval", "score", "--budget", "16"], "token_budget: expected at least 48"),
         (["eval", "score", "--budget", "64", "--keep-ratio", "0.5"], "not allowed with argument"),

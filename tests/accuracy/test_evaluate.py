@@ -55,7 +55,7 @@ def test_a_record_carries_everything_a_published_number_needs(path: Path) -> Non
     by_policy = {record["policy"]: record for record in records if record["task"] == "score"}
     assert by_policy["full_cache"]["budget_tokens"] == 60
     assert by_policy["query_aware"]["budget_tokens"] == 48
-    assert by_policy["query_aware"]["method"]["scorer"] == "bounds"
+    assert by_policy["query_aware"]["method"]["scorer"] == "low_rank"
     sparse = by_policy["query_aware"]
     assert sparse["scores"] == {"nll": pytest.approx(-sum(sparse["logprobs"][0]) / 12, abs=1e-4)}
     assert len(sparse["series"]["recall"]) == sparse["scored_tokens"] == 12
@@ -83,7 +83,10 @@ def test_a_second_run_does_only_what_is_missing(path: Path) -> None:
         ({"methods": [Method(config=SMALL, staged=True)]}, 0),
         ({"methods": [full_cache(SMALL.replace(scorer="mean", num_sink_pages=2))]}, 3),
         ({"methods": [Method(config=SMALL.replace(max_kv_bytes=1 << 30))]}, 3),
-        ({"methods": [Method(config=SMALL.replace(group_reduction="mean"))]}, 3),  # the default by its name
+        (
+            {"methods": [Method(config=SMALL.replace(group_reduction="softmax"))]},
+            3,
+        ),  # the default by its name
     ],
 )
 def test_what_changes_a_result_makes_another_record(path: Path, changes: dict[str, Any], reused: int) -> None:

@@ -17,6 +17,7 @@ from tinyserve.eval.methods import Method
 from tinyserve.eval.runner import MethodRun, Runner
 from tinyserve_ops import policies
 from tinyserve_ops.hf.support import cache_argument
+from tinyserve_ops.scorers import summary_bytes
 
 PAGE = SMALL.page_size
 # Only the last layer selects, so its first query is the one of dense attention.
@@ -81,7 +82,7 @@ def test_bytes_and_tokens_are_those_of_the_pages_that_were_read() -> None:
         tokens = 2 * (NUM_LAYERS - 1) * length + sum(selected)
         assert measured.tokens_attended == pytest.approx(tokens / (2 * NUM_LAYERS))
         assert measured.kv_bytes == tokens * 2 * 16 * 4
-        assert measured.summary_bytes == 2 * (length // PAGE) * 48
+        assert measured.summary_bytes == 2 * (length // PAGE) * summary_bytes("low_rank", 16, PAGE)
 
 
 def test_only_the_first_steps_are_measured_and_measuring_changes_no_output() -> None:

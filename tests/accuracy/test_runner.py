@@ -31,6 +31,7 @@ from tinyserve.eval.samples import Output, Sample
 from tinyserve_ops import SparseConfig, plugins, policies
 from tinyserve_ops.hf.support import cache_argument
 from tinyserve_ops.policies import EvictionPolicy, StreamingLLM, TokenRows
+from tinyserve_ops.scorers import summary_bytes
 
 FULL = full_cache(SMALL)
 SPARSE = Method(config=SMALL)
@@ -211,9 +212,10 @@ def test_bytes_held_are_those_of_the_sequence_alone(runner: Runner) -> None:
     wide = Method(config=SMALL.replace(page_size=16, token_budget=96))
     runs = run_all(runner, sample, FULL, SPARSE, wide)
     rows = NUM_LAYERS * 2 * 2 * 16 * 4  # layers, K and V, kv heads, head_dim, bytes
-    for method, summary_bytes in ((FULL, 48), (SPARSE, 48), (wide, 48)):
+    for method in (FULL, SPARSE, wide):
+        num_bytes = summary_bytes("low_rank", 16, method.config.page_size)
         pages = 120 // method.config.page_size + (120 % method.config.page_size > 0)
-        kept = pages * (rows * method.config.page_size + NUM_LAYERS * 2 * summary_bytes)
+        kept = pages * (rows * method.config.page_size + NUM_LAYERS * 2 * num_bytes)
         assert runs[method].kv_bytes_held == kept
 
 

@@ -82,7 +82,8 @@ def test_a_larger_budget_keeps_more_mass(runner: Runner, results: ResultFile, tm
     assert len(recalls) == 6
     assert recalls == sorted(recalls)
     assert recalls[0] < 0.9 < recalls[-1]
-    assert [row.against_dense.value for row in of_bounds if row.method["token_budget"] >= 512] == [0.0] * 3
+    covering = [row.against_dense.value for row in of_bounds if row.method["token_budget"] >= 512]
+    assert covering == pytest.approx([0.0] * 3, abs=1e-3)
 
 
 def test_an_ablation_switches_off_one_part(runner: Runner, results: ResultFile, tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_an_ablation_switches_off_one_part(runner: Runner, results: ResultFile, 
     assert rows["no page manager"].measures["recall"] > on.measures["recall"]
     assert rows["no page manager"].measures["summary_bytes"] > 4 * on.measures["summary_bytes"]
     staged = rows["no cache fusion"]
-    assert staged.value == on.value
+    assert staged.value.value == pytest.approx(on.value.value, rel=1e-5)
     assert staged.measures["kv_bytes"] == on.measures["kv_bytes"]
 
 

@@ -26,7 +26,8 @@ from tinyserve_ops import scorers
         ("bounds_full", 64, "bfloat16", 256),
         ("bounds_full_fp16", 40, None, 160),
         ("bounds_full_fp32", 256, None, 2048),
-        ("low_rank", 64, None, 160),
+        ("low_rank", 64, None, 240),
+        ("low_rank_2", 64, None, 160),
         ("low_rank_1", 64, torch.bfloat16, 112),
         ("low_rank_4", 64, None, 240),
         ("low_rank_max_8", 128, None, 736),
@@ -56,18 +57,32 @@ def test_rows_are_a_multiple_of_16_bytes() -> None:
         ("bounds_full", torch.bfloat16, "bounds_full_bf16"),
         ("bounds_full_bf16", torch.bfloat16, "bounds_full_bf16"),
         ("bounds_full_bf16", None, "bounds_full_bf16"),
-        ("low_rank", None, "low_rank_2"),
-        ("low_rank", torch.float16, "low_rank_2"),
+        ("low_rank", None, "low_rank_4"),
+        ("low_rank", torch.float16, "low_rank_4"),
         ("low_rank_8", "bfloat16", "low_rank_8"),
-        ("low_rank_max", None, "low_rank_max_2"),
+        ("low_rank_max", None, "low_rank_max_4"),
         ("low_rank_max_1", None, "low_rank_max_1"),
     ],
 )
 def test_names_resolve_to_what_the_ops_take(
     scorer: str, kv_dtype: torch.dtype | str | None, expected: str
 ) -> None:
-    assert scorers.resolve(scorer, kv_dtype) == expected
+    assert scorers.resolve(scorer, 16, kv_dtype) == expected
     assert expected in scorers.op_scorers()
+
+
+@pytest.mark.parametrize(("page_size", "rank"), [(64, 4), (5, 4), (4, 3), (3, 2), (2, 1)])
+def test_a_name_without_rank_takes_what_small_pages_have(page_size: int, rank: int) -> None:
+    assert scorers.resolve("low_rank", page_size) == f"low_rank_{rank}"
+    named = scorers.summary_bytes(f"low_rank_{rank}", 64, page_size)
+    assert scorers.summary_bytes("low_rank", 64, page_size) == named
+
+
+def test_pages_of_one_token_have_no_rank() -> None:
+    with pytest.raises(
+        ValueError, match=r"scorer: expected a rank of at most page_size - 1 = 0, got 'low_rank'"
+    ):
+        scorers.resolve("low_rank", 1)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +109,7 @@ def test_bad_names_are_refused_by_name(
     scorer: str, kv_dtype: torch.dtype | str | None, argument: str
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=rf"{argument}: expected .* got "):
-        scorers.resolve(scorer, kv_dtype)
+        scorers.resolve(scorer, 16, kv_dtype)
 
 
 @pytest.mark.parametrize("head_dim", [0, 1, 12, 264, 320, -8])
@@ -109,7 +124,9 @@ def test_unsupported_page_sizes_are_refused_by_name(page_size: int) -> None:
         scorers.summary_bytes("bounds", 64, page_size)
 
 
-@pytest.mark.parametrize(("scorer", "page_size"), [("low_rank", 2), ("low_rank_1", 1), ("low_rank_max_8", 8)])
+@pytest.mark.parametrize(
+    ("scorer", "page_size"), [("low_rank_2", 2), ("low_rank_1", 1), ("low_rank_max_8", 8)]
+)
 def test_a_rank_that_a_page_cannot_have_is_refused_by_name(scorer: str, page_size: int) -> None:
     expected = rf"scorer: expected a rank of at most page_size - 1 = {page_size - 1}, got '{scorer}'"
     for check in (scorers.check_scorer, lambda name, size: scorers.summary_bytes(name, 64, size)):
@@ -148,6 +165,6 @@ def test_the_compiled_ops_know_the_same_scorers() -> None:
     none = torch.empty(0, dtype=torch.int32)
     for scorer in scorers.op_scorers():
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            if not scorer.startswith("bounds_full") or scorers.resolve("bounds_full", dtype) == scorer:
+            if not scorer.startswith("bounds_full") or scorers.resolve("bounds_full", 16, dtype) == scorer:
                 rows = torch.zeros(2, 1, scorers.summary_bytes(scorer, 40, 16), dtype=torch.uint8)
                 ops.seal_pages(none, torch.zeros(2, 1, 16, 40, dtype=dtype), None, rows, scorer)

@@ -23,7 +23,7 @@ def seal(impl: Implementation, keys: torch.Tensor, scorer: str, layout: str = "t
     """Summaries of every page of keys [num_pages, num_kv_heads, page_size, head_dim]."""
     k_pages, _ = testing.make_pools(*keys.shape, keys.dtype, layout)
     k_pages.copy_(keys)
-    name = resolve(scorer, keys.dtype)
+    name = resolve(scorer, keys.shape[2], keys.dtype)
     rows = torch.full(
         (*keys.shape[:2], summary_bytes(name, keys.shape[3], keys.shape[2])), 0xFF, dtype=torch.uint8
     )
@@ -78,7 +78,7 @@ def test_summaries_equal_float64_statistics_within_one_code(
             statistics = {
                 "max": tokens.max(0), "min": tokens.min(0), "mean": tokens.mean(0), "std": tokens.std(0)
             }  # fmt: skip
-            for name, got in read_summary(rows[page, head], resolve(scorer, dtype), 40).items():
+            for name, got in read_summary(rows[page, head], resolve(scorer, 16, dtype), 40).items():
                 want = statistics[name]
                 if scorer == "bounds_full":
                     np.testing.assert_array_equal(got, want)
@@ -112,7 +112,7 @@ def test_a_constant_page_is_restored_exactly_at_its_largest_channel(
     impl: Implementation, scorer: str
 ) -> None:
     keys = torch.linspace(-3.0, 2.0, 16).expand(1, 1, 16, 16).contiguous()
-    vectors = read_summary(seal(impl, keys, scorer)[0, 0], resolve(scorer, keys.dtype), 16)
+    vectors = read_summary(seal(impl, keys, scorer)[0, 0], resolve(scorer, 16, keys.dtype), 16)
     assert vectors["max"][0] >= -3.0
     np.testing.assert_allclose(vectors["min"][0], -3.0, rtol=1e-6)
 
@@ -134,7 +134,7 @@ def test_hostile_keys_never_put_nan_or_infinity_into_a_summary(
         keys.fill_(torch.finfo(dtype).smallest_normal / 8)
     else:
         keys[0, 0, 5, 3] = float(bad)
-    name = resolve(scorer, dtype)
+    name = resolve(scorer, keys.shape[2], dtype)
     row = seal(impl, keys, scorer)[0, 0]
     if scorer == "bounds_full":
         assert all(np.isfinite(vector).all() for vector in read_summary(row, name, 16).values())
@@ -173,7 +173,7 @@ def test_rounded_bounds_enclose_every_key(impl: Implementation, values: list[flo
     keys = torch.tensor(values, dtype=torch.float32).reshape(1, 1, 2, 8)
     for scorer in ("bounds", "bounds_mean", "bounds_full"):
         row = seal(impl, keys, scorer)[0, 0]
-        vectors = read_summary(row, resolve(scorer, keys.dtype), 8)
+        vectors = read_summary(row, resolve(scorer, 2, keys.dtype), 8)
         assert (vectors["max"] >= keys[0, 0].double().numpy()).all()
         assert (vectors["min"] <= keys[0, 0].double().numpy()).all()
     assert_same_bits(

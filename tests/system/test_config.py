@@ -107,7 +107,7 @@ def test_a_config_is_frozen():
         ({"scorer": 3}, TypeError, "scorer"),
         ({"scorer": "low_rank_9"}, ValueError, "scorer.*low_rank_1 to low_rank_8"),
         ({"scorer": "bounds_full_fp16"}, ValueError, "scorer.*bounds_full"),
-        ({"scorer": "low_rank", "page_size": 2, "token_budget": 64}, ValueError, "scorer.*at most.*1"),
+        ({"scorer": "low_rank_2", "page_size": 2, "token_budget": 64}, ValueError, "scorer.*at most.*1"),
         ({"scorer": "low_rank_1", "page_size": 1, "token_budget": 64}, ValueError, "scorer.*at most.*0"),
         ({"group_reduction": "sum"}, ValueError, "group_reduction"),
         ({"group_reduction": 3}, TypeError, "group_reduction"),

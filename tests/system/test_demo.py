@@ -303,7 +303,7 @@ def test_the_peak_memory_rises_with_what_is_held() -> None:
         (["--context", "0"], "--context: expected an integer >= 1, got '0'"),
         (["--context", "many"], "--context: expected an integer >= 1, got 'many'"),
         (["--budget", "-5"], "--budget: expected an integer >= 1, got '-5'"),
-        (["--budget", "16"], "token_budget: expected at least 24"),
+        (["--budget", "16"], "token_budget: expected at least 48"),
         (["--budget", "512", "--keep-ratio", "0.5"], "not allowed with argument --budget"),
         (["--keep-ratio", "1.5"], "keep_ratio: expected"),
         (["--page-size", "65"], "page_size: expected an integer from 1 to 64, got 65"),

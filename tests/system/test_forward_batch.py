@@ -8,6 +8,7 @@ from dense_mirror import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, SM_SCALE, DenseMirr
 from op_calls import OpCalls
 
 from tinyserve_ops import SparseConfig
+from tinyserve_ops.scorers import summary_bytes
 
 SMALL = SparseConfig(page_size=4, token_budget=16, dense_layers=1, record_selection=True)
 
@@ -177,7 +178,7 @@ def test_stats_count_what_the_selected_pages_hold(window):
     assert (stats.pages_visible, stats.pages_scanned, stats.pages_read) == (visible, scanned, read)
     assert stats.tokens_attended == tokens
     assert stats.kv_bytes_read == tokens * 2 * HEAD_DIM * 4
-    assert stats.summary_bytes_read == scanned * 48
+    assert stats.summary_bytes_read == scanned * summary_bytes("low_rank", HEAD_DIM, 4)
     assert stats.selection_engaged == (window < 0)
     assert 0.0 < stats.reuse_rate <= 1.0
     assert stats.kv_bytes_held == (11 + 3) * cache.pool.groups[0].bytes_per_page

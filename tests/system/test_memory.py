@@ -38,7 +38,7 @@ def test_full_attention_and_the_budget_are_compared():
     assert estimate.full_attention_bytes == 8000 * 46_080
     assert estimate.kv_bytes == 8000 * 46_080
     assert estimate.full_read_bytes_per_step == estimate.full_attention_bytes
-    dense, sparse = 2 * 8000 * 1536, 28 * (1024 * 1536 + 500 * 3 * 144)
+    dense, sparse = 2 * 8000 * 1536, 28 * (1024 * 1536 + 500 * 3 * 240)
     assert estimate.read_bytes_per_step == dense + sparse
     assert "8000 tokens" in str(estimate)
 

@@ -25,7 +25,7 @@ def used_pages(cache) -> list[int]:
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 @DTYPES
 def test_prefill_and_decode_equal_full_attention(dtype, page_size, groups):
-    config = SparseConfig(page_size=page_size)
+    config = SparseConfig(page_size=page_size, scorer="bounds")
     mirror = DenseMirror(new_cache(config=config, dtype=dtype, layer_groups=groups))
     seq = mirror.new(33)
     for _ in range(page_size + 2):

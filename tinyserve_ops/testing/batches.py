@@ -241,7 +241,7 @@ def make_batch(
     k_scales, v_scales = None, None
     if kv_dtype == torch.int8:
         k_scales, v_scales = make_scales(total_pages, num_kv_heads, page_size, layout)
-    op_scorer = resolve(scorer, kv_dtype)
+    op_scorer = resolve(scorer, page_size, kv_dtype)
     batch = Batch(
         q=normal(num_tokens, num_heads, head_dim),
         k=k,

@@ -124,7 +124,7 @@ class Layers:
 
     def scored(self, scorer: str) -> list[LayerPool]:
         """The pools with the summaries of `scorer`: the same K and V, sealed anew at the first call."""
-        name = scorers.resolve(scorer, self.setup.kv_dtype)
+        name = scorers.resolve(scorer, self.setup.page_size, self.setup.kv_dtype)
         if name not in self._scored:
             self._scored[name] = [self._sealed_anew(pool, scorer) for pool in self.pools]
         return self._scored[name]

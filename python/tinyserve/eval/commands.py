@@ -12,7 +12,7 @@ __all__ = ["add_evaluation"]
 
 _DEFAULT_BUDGET = 256
 _DEFAULT_PAGE_SIZE = 16
-_DEFAULT_SCORER = "bounds"
+_DEFAULT_SCORER = "low_rank"
 
 
 def add_evaluation(commands: argparse._SubParsersAction[Any]) -> None:

@@ -99,7 +99,7 @@ class Method:
         """The format of the pages it reads in a model of so many layers."""
         config = self.config
         # The dtype matters to the name of a full-precision scorer only, and is compared beside it.
-        scorer = resolve(config.scorer, config.kv_dtype or "float32")
+        scorer = resolve(config.scorer, config.page_size, config.kv_dtype or "float32")
         groups = self._resolved(num_layers)[1].layer_groups
         return PageFormat(config.page_size, scorer, config.kv_dtype, groups)
 

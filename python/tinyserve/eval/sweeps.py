@@ -22,7 +22,7 @@ KEEP_RATIOS = (0.1, 0.2, 0.3, 0.5)
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
 POLICY_BUDGETS = (128, 256, 512)
 DENSE_LAYERS = (0, 1, 2, 4, 8)
-RANKED_SCORERS = ("low_rank_1", "low_rank_4")
+COMPARED_RANKS = (1, 2, 8)  # beside the default
 COMPARED_SCORERS = ("bounds", "low_rank")
 
 ABLATION = "ablation"
@@ -121,7 +121,8 @@ def _budget(base: SparseConfig) -> Iterator[Point]:
 
 def _scorer(base: SparseConfig) -> Iterator[Point]:
     yield _dense(base)
-    for scorer in (*SCORERS, *RANKED_SCORERS):
+    ranked = [f"low_rank_{rank}" for rank in COMPARED_RANKS if rank < base.page_size]
+    for scorer in (*SCORERS, *ranked):
         method = Method(config=base.replace(scorer=scorer, group_reduction=None))
         yield Point(method, QueryAware.name, scorer)
     yield Point(Method(policy=Oracle(), config=base), Oracle.name, None)
