@@ -27,10 +27,36 @@ struct PageWrite {
   int32_t first_slot;  // slot of first_token inside the page
 };
 
+// Sequences of a packed batch, as kernels read them that plan on the device. Tokens from
+// cu_query_lens[batch_size] on are padding.
+struct BatchView {
+  const int32_t* cu_query_lens;  // [batch_size + 1]
+  const int32_t* seq_lens;       // [batch_size], before the new tokens; new token i sits at seq_lens + i
+  const int32_t* page_table;     // [batch_size, max_pages], -1 where none
+  int64_t page_table_stride;
+  int64_t batch_size;
+  int64_t max_pages;
+};
+
 struct AppendKvParams {
   PackedView k;  // [num_tokens, num_kv_heads, head_dim]
   PackedView v;
   const PageWrite* writes;  // [num_writes]
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t page_size;
+  PagePoolView k_pages;
+  PagePoolView v_pages;
+  PageSummaryView page_summary;  // may be null
+  const Scorer* scorer;          // may be null with page_summary
+};
+
+// append_kv from the batch itself, where the host can't plan the writes.
+struct AppendKvBatchParams {
+  PackedView k;  // [num_tokens, num_kv_heads, head_dim]
+  PackedView v;
+  BatchView batch;
+  int64_t num_tokens;
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t page_size;
