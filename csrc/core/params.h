@@ -51,6 +51,21 @@ struct AppendKvParams {
   const Scorer* scorer;          // may be null with page_summary
 };
 
+// append_kv from the batch itself, where the host can't plan the writes.
+struct AppendKvBatchParams {
+  PackedView k;  // [num_tokens, num_kv_heads, head_dim]
+  PackedView v;
+  BatchView batch;
+  int64_t num_tokens;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t page_size;
+  PagePoolView k_pages;
+  PagePoolView v_pages;
+  PageSummaryView page_summary;  // may be null
+  const Scorer* scorer;          // may be null with page_summary
+};
+
 struct SealPagesParams {
   const int32_t* page_ids;  // [num_page_ids]
   int64_t num_kv_heads;

@@ -37,15 +37,13 @@ struct PageRun {
 // whose page the table does not name. All lanes of a warp ask together.
 __device__ __forceinline__ PageRun run_from(const core::BatchView& batch, int64_t token, int64_t page_size) {
   const int64_t sequence = sequence_of(batch, token);
-
+  if (sequence < 0) return {};
   const int64_t begin = batch.cu_query_lens[sequence];
-  const int64_t seq_len = batch.seq_lens[sequence];
-  const int64_t position = seq_len + token - begin;
+  const int64_t position = batch.seq_lens[sequence] + token - begin;
   if (position < 0) return {};
   const int64_t slot = position % page_size;
-  const bool is_first_stored = position == (seq_len > 0 ? seq_len : 0);
   const int64_t page = position / page_size;
-  if ((slot != 0 && !is_first_stored) || page >= batch.max_pages) return {};
+  if ((slot != 0 && token != begin) || page >= batch.max_pages) return {};
   const int64_t left = batch.cu_query_lens[sequence + 1] - token;
   const int64_t room = page_size - slot;
   return {.page_id = batch.page_table[sequence * batch.page_table_stride + page],

@@ -33,4 +33,10 @@ cudaError_t dispatch_element(core::ElementType type, const F& f) {
   return cudaErrorInvalidValue;
 }
 
+// The same with int8, for pages.
+template <typename F>
+cudaError_t dispatch_page_element(core::ElementType type, const F& f) {
+  return type == core::ElementType::kInt8 ? f(static_cast<int8_t*>(nullptr)) : dispatch_element(type, f);
+}
+
 }  // namespace tinyserve::cuda

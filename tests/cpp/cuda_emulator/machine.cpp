@@ -1,7 +1,6 @@
 #include "cuda_emulator/machine.h"
 
 #include <algorithm>
-#include <deque>
 #include <exception>
 #include <map>
 #include <numeric>
@@ -10,6 +9,7 @@
 #include <sstream>
 #include <vector>
 
+#include "cuda_emulator/async_copies.h"
 #include "cuda_emulator/device_variables.h"
 #include "cuda_emulator/fiber.h"
 #include "cuda_emulator/schedule.h"
@@ -48,13 +48,6 @@ std::ostream& operator<<(std::ostream& out, Hex hex) {
   return out << "0x" << std::hex << hex.mask << std::dec;
 }
 
-struct Copy {
-  void* shared;
-  const void* global;
-  size_t bytes;
-  size_t valid_bytes;
-};
-
 struct Block;
 
 struct Thread {
@@ -65,8 +58,7 @@ struct Thread {
   bool exited = false;
   Site waits_at = {};
   int barrier_sum = 0;
-  std::vector<Copy> open_copies;
-  std::deque<std::vector<Copy>> copy_groups;  // oldest first
+  AsyncCopies copies;
 
   unsigned warp() const { return number / kLanes; }
   unsigned lane() const { return number % kLanes; }
@@ -89,13 +81,18 @@ struct Exchange {
   std::shared_ptr<LaneValues> values = std::make_shared_for_overwrite<LaneValues>();
 };
 
+struct Warp {
+  unsigned live = 0;  // lanes that exist and have not exited
+  std::vector<Exchange> exchanges;
+};
+
 struct Block {
   uint3 index = {};
   unsigned rank = 0;  // in the cluster
   SharedBlock shared;
   std::vector<Thread> threads;
   Barrier barrier;
-  std::vector<std::vector<Exchange>> exchanges;  // of each warp
+  std::vector<Warp> warps;
 
   explicit Block(size_t shared_bytes) : shared(shared_bytes) {}
 };
@@ -125,12 +122,13 @@ class Cluster {
       block.index = index;
       block.rank = static_cast<unsigned>(blocks_.size() - 1);
       block.barrier.num_threads = block_threads;
-      block.exchanges.resize((block_threads + kLanes - 1) / kLanes);
+      block.warps.resize((block_threads + kLanes - 1) / kLanes);
       block.threads.resize(block_threads);
       for (unsigned i = 0; i < block_threads; ++i) {
         Thread& thread = block.threads[i];
         thread.block = &block;
         thread.number = i;
+        block.warps[thread.warp()].live |= 1U << thread.lane();
         thread.index = {i % config.block.x, i / config.block.x % config.block.y,
                         i / (config.block.x * config.block.y)};
         thread.fiber = fibers()[block.rank * block_threads + i].get();
@@ -141,13 +139,19 @@ class Cluster {
   }
 
   void run() {
-    while (!ready_.empty() && !error_) {
+    // A thread that waits this often in one launch is caught in a loop.
+    const size_t max_turns = 100000 * barrier_.num_threads;
+    for (size_t turn = 0; !ready_.empty() && !error_; ++turn) {
       Thread& thread = *ready_.top().thread;
+      if (turn == max_turns) {
+        error_ = std::make_exception_ptr(KernelError(describe_wait("livelock: threads wait on and on")));
+        break;
+      }
       ready_.pop();
       resume(thread);
     }
     if (!error_ && barrier_.num_exited != barrier_.num_threads) {
-      error_ = std::make_exception_ptr(KernelError(describe_deadlock()));
+      error_ = std::make_exception_ptr(KernelError(describe_wait("deadlock: no thread can go on")));
     }
     if (!error_) {
       for (const auto& block : blocks_) check_shared(*block, "at the end of the block");
@@ -242,10 +246,12 @@ class Cluster {
 
   // A thread that is waited for may not end.
   void leave(Thread& thread) {
-    if (!thread.copy_groups.empty() || !thread.open_copies.empty()) {
+    if (thread.copies.under_way()) {
       fail_in(thread, "expected a wait for every cp_async before the end of the kernel, got none");
     }
-    for (const Exchange& exchange : thread.block->exchanges[thread.warp()]) {
+    Warp& warp = thread.block->warps[thread.warp()];
+    warp.live &= ~(1U << thread.lane());
+    for (const Exchange& exchange : warp.exchanges) {
       if ((exchange.mask >> thread.lane() & 1U) != 0) {
         fail_in(thread, text("expected at ", exchange.site, " with mask ", Hex{exchange.mask},
                              ", but the kernel has ended for it"));
@@ -266,7 +272,7 @@ class Cluster {
     }
   }
 
-  std::string describe_deadlock() const {
+  std::string describe_wait(const char* what) const {
     std::map<std::string, std::vector<const Thread*>> waiting;
     for (const auto& block : blocks_) {
       for (const Thread& thread : block->threads) {
@@ -274,7 +280,7 @@ class Cluster {
       }
     }
     std::ostringstream out;
-    out << "deadlock: no thread can go on";
+    out << what;
     for (const auto& [place, threads] : waiting) {
       out << "\n  " << place << ": " << threads.size() << " threads, numbers";
       for (size_t i = 0; i < threads.size(); ++i) {
@@ -327,11 +333,6 @@ void check_config(const LaunchConfig& config, unsigned block_threads) {
   check(config.cluster_size >= 1 && config.cluster_size <= 8, "1 to 8 blocks in a cluster",
         config.cluster_size);
   check(config.grid.x % config.cluster_size == 0, "a grid.x of whole clusters", config.grid.x);
-}
-
-void make_copy(const Copy& copy) {
-  std::memcpy(copy.shared, copy.global, copy.valid_bytes);
-  std::memset(static_cast<std::byte*>(copy.shared) + copy.valid_bytes, 0, copy.bytes - copy.valid_bytes);
 }
 
 }  // namespace
@@ -390,15 +391,12 @@ std::shared_ptr<const LaneValues> exchange(const Site& site, unsigned mask, cons
   Thread& thread = this_thread();
   const unsigned lane_bit = 1U << thread.lane();
   if ((mask & lane_bit) == 0) fail(site, text("expected a mask with the lane's own bit, got ", Hex{mask}));
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    const unsigned number = thread.warp() * kLanes + lane;
-    if ((mask >> lane & 1U) == 0) continue;
-    if (number >= thread.block->threads.size() || thread.block->threads[number].exited) {
-      fail(site, text("expected all lanes of mask ", Hex{mask}, ", but there is no lane ", lane,
-                      number >= thread.block->threads.size() ? "" : " any more: it has exited"));
-    }
+  Warp& warp = thread.block->warps[thread.warp()];
+  if (const unsigned gone = mask & ~warp.live; gone != 0) {
+    fail(site, text("expected all lanes of mask ", Hex{mask}, ", but there are no lanes ", Hex{gone},
+                    " or they have exited"));
   }
-  std::vector<Exchange>& exchanges = thread.block->exchanges[thread.warp()];
+  std::vector<Exchange>& exchanges = warp.exchanges;
   Exchange* other = nullptr;
   auto mine = exchanges.begin();
   for (; mine != exchanges.end(); ++mine) {
@@ -457,22 +455,11 @@ void start_copy(const Site& site, void* shared, const void* global, int bytes, i
   if (valid_bytes < 0 || valid_bytes > bytes) {
     fail(site, text("expected 0 to ", bytes, " valid bytes, got ", valid_bytes));
   }
-  std::memset(shared, kPoison, static_cast<size_t>(bytes));
-  this_thread().open_copies.push_back(
-      {shared, global, static_cast<size_t>(bytes), static_cast<size_t>(valid_bytes)});
+  this_thread().copies.start(shared, global, static_cast<size_t>(bytes), static_cast<size_t>(valid_bytes));
 }
 
-void commit_copies() {
-  Thread& thread = this_thread();
-  thread.copy_groups.push_back(std::move(thread.open_copies));
-  thread.open_copies.clear();
-}
+void commit_copies() { this_thread().copies.commit(); }
 
-void wait_for_copies(size_t newest_that_may_go_on) {
-  auto& groups = this_thread().copy_groups;
-  for (; groups.size() > newest_that_may_go_on; groups.pop_front()) {
-    std::ranges::for_each(groups.front(), make_copy);
-  }
-}
+void wait_for_copies(size_t newest_that_may_go_on) { this_thread().copies.wait(newest_that_may_go_on); }
 
 }  // namespace tinyserve::cuda::emulator

@@ -178,6 +178,19 @@ TEST_CASE("A barrier that threads miss, or reach from different places, is an er
                 "expected a rank below the cluster's size 2, got 2");
 }
 
+namespace {
+
+__global__ void never_done(int* out) {
+  while (__any_sync(kFullWarp, out[threadIdx.x] >= 0)) {
+  }
+}
+
+}  // namespace
+
+TEST_CASE("A warp that never leaves a loop of collectives is an error") {
+  REQUIRE_THROWS_WITH(run(&never_done), ContainsSubstring("livelock") && ContainsSubstring("__any_sync at"));
+}
+
 TEST_CASE("A deadlock names the place where each thread waits") {
   require_error([] { run(&wait_for_each_other, 64); }, "deadlock");
   REQUIRE_THROWS_WITH(run(&wait_for_each_other, 64),
