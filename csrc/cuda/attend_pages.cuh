@@ -330,8 +330,11 @@ __device__ __forceinline__ void tile_logits(const AttendLayout<Traits>& layout,
   const auto* second = first + kAttendTileTokens / 2 * layout.k_pitch();
 #pragma unroll
   for (int h = 0; h < Traits::kHeads; ++h) dots[0][h] = dots[1][h] = 0.0F;
-#pragma unroll(Traits::kHeadDim == 0 ? 1 : Traits::kMaxHeadDim)
-  for (int d = 8 * part; d < layout.head_dim; d += 8 * kTokenLanes) {
+  constexpr int kSteps = Traits::kMaxHeadDim / (8 * kTokenLanes);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int d = 8 * (step * kTokenLanes + part);
+    if (Traits::kHeadDim == 0 && d >= layout.head_dim) break;
     float k[2][8];
     load_vector(first + d, k[0]);
     load_vector(second + d, k[1]);

@@ -43,36 +43,47 @@ __device__ __forceinline__ void widen_word(uint32_t word, float* x) {
   }
 }
 
+// Words that one instruction loads, whatever type they were written as.
+struct [[gnu::may_alias]] alignas(2) HalfWord {
+  uint16_t x;
+};
+struct [[gnu::may_alias]] alignas(4) OneWord {
+  uint32_t x;
+};
+struct [[gnu::may_alias]] alignas(8) TwoWords {
+  uint32_t x, y;
+};
+struct [[gnu::may_alias]] alignas(16) FourWords {
+  uint32_t x, y, z, w;
+};
+
 // kCount elements from an address that is aligned to them (to 16 bytes where they take more).
 template <int kCount, typename T>
 __device__ __forceinline__ void load_vector(const T* from, float (&x)[kCount]) {
   constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
-  if constexpr (kBytes == 2) {  // two int8
-    uint16_t half_word;
-    memcpy(&half_word, __builtin_assume_aligned(from, 2), 2);
-    const uint32_t flipped = half_word ^ 0x8080U;
+  constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+  if constexpr (kBytes == 2) {
+    static_assert(sizeof(T) == 1, "Two bytes are two int8 codes.");
+    const uint32_t flipped = reinterpret_cast<const HalfWord*>(from)->x ^ 0x8080U;
     x[0] = float_of_byte<0>(flipped);
     x[1] = float_of_byte<1>(flipped);
+  } else if constexpr (kBytes == 4) {
+    widen_word<T>(reinterpret_cast<const OneWord*>(from)->x, x);
+  } else if constexpr (kBytes == 8) {
+    const TwoWords words = *reinterpret_cast<const TwoWords*>(from);
+    widen_word<T>(words.x, x);
+    widen_word<T>(words.y, x + kPerWord);
   } else {
-    constexpr int kWords = kBytes / 4;
-    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
-    uint32_t words[kWords];
-    if constexpr (kBytes >= 16) {
+    static_assert(kBytes % 16 == 0, "Longer loads take 16 bytes each.");
 #pragma unroll
-      for (int i = 0; i < kBytes / 16; ++i) {
-        uint4 four;
-        memcpy(&four, __builtin_assume_aligned(reinterpret_cast<const unsigned char*>(from) + 16 * i, 16),
-               16);
-        words[4 * i] = four.x;
-        words[4 * i + 1] = four.y;
-        words[4 * i + 2] = four.z;
-        words[4 * i + 3] = four.w;
-      }
-    } else {
-      memcpy(words, __builtin_assume_aligned(from, kBytes), kBytes);
+    for (int i = 0; i < kBytes / 16; ++i) {
+      const FourWords words = reinterpret_cast<const FourWords*>(from)[i];
+      float* to = x + 4 * i * kPerWord;
+      widen_word<T>(words.x, to);
+      widen_word<T>(words.y, to + kPerWord);
+      widen_word<T>(words.z, to + 2 * kPerWord);
+      widen_word<T>(words.w, to + 3 * kPerWord);
     }
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) widen_word<T>(words[i], x + i * kPerWord);
   }
 }
 
