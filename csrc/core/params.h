@@ -156,13 +156,21 @@ struct AttendPagesParams {
   const int32_t* selected_pages;  // [num_rows, num_kv_heads, list_width]; null: every visible page
   const int32_t* num_selected;    // [num_rows, num_kv_heads]; null with selected_pages
   int64_t list_width;
-  int64_t max_chunks;  // chunks of kChunkPages that cover the longest list
+  int64_t max_chunks;  // chunks that cover the longest list: of kChunkPages, in CUDA of cuda/attend_chunks.h
   float sm_scale;
   float* partials;       // [num_rows, num_kv_heads, max_chunks, group_size, head_dim + 2]: acc, max, sum
   int32_t* chunks_done;  // [num_rows, num_kv_heads], zeros
   float* page_lse;       // [num_rows, num_heads, list_width]; may be null
   void* out;             // [num_rows, num_heads, head_dim], contiguous, of q's type
   float* lse;            // [num_rows, num_heads]
+};
+
+// attend_pages from the batch itself, where the host does not know the rows: row i is packed token i.
+struct AttendPagesBatchParams {
+  AttendPagesParams attend;  // rows: null
+  BatchView batch;
+  int64_t num_rows;
+  int64_t window;  // -1: none
 };
 
 struct MergeStatesParams {
