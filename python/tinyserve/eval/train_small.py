@@ -1,8 +1,8 @@
 """Command line of `python -m tinyserve.eval.train_small`: trains a GPT-2 (or OPT) of our own.
 
 No package registry has weights of these architectures, and random weights attend to nothing in particular.
-A model of four layers that learnt Shakespeare's plays, copying and pass keys does, so that what sparse
-attention loses can be seen on them, too. It goes into a Hugging Face folder for `tinyserve eval --model`.
+A model of four layers that learnt from Shakespeare's plays does, so that what sparse attention loses can be
+seen on them, too. It goes into a Hugging Face folder for `tinyserve eval --model`.
 """
 
 from __future__ import annotations
