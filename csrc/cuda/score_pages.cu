@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/limits.h"
 #include "cuda/element.cuh"
 #include "cuda/join_scores.cuh"
+#include "cuda/score_low_rank.cuh"
 #include "cuda/score_pages.cuh"
 
 namespace tinyserve::cuda {
@@ -37,6 +39,12 @@ cudaError_t launch_linear(const core::ScorePagesBatchParams& params, cudaStream_
   return launch_scores<LinearScoring<Code, 8>>(params, stream);
 }
 
+template <int kBlocks>
+cudaError_t launch_low_rank(const core::ScorePagesBatchParams& params, cudaStream_t stream) {
+  if (params.group_size == 1) return launch_scores<LowRankScoring<kBlocks, 1>>(params, stream);
+  return launch_scores<LowRankScoring<kBlocks, 4>>(params, stream);
+}
+
 cudaError_t launch_scorer(const core::ScorePagesBatchParams& params, cudaStream_t stream) {
   switch (params.scorer->encoding) {
     case core::SummaryEncoding::kInt8:
@@ -46,9 +54,12 @@ cudaError_t launch_scorer(const core::ScorePagesBatchParams& params, cudaStream_
         return launch_linear<std::remove_pointer_t<decltype(tag)>>(params, stream);
       });
     case core::SummaryEncoding::kLowRank:
-      break;
+      if (params.group_reduction == core::GroupReduction::kMean) break;
+      constexpr int kMaxBlocks = static_cast<int>(core::kMaxPageSize / core::kInt4Block);
+      return params.page_size <= core::kInt4Block ? launch_low_rank<1>(params, stream)
+                                                  : launch_low_rank<kMaxBlocks>(params, stream);
   }
-  return cudaErrorNotSupported;
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace

@@ -83,8 +83,6 @@ Scores score_under_every_schedule(const PagedProblem& problem, Summaries& summar
 
 const tinyserve::cpu::KernelTable& cpu_kernels() { return *targets().front(); }
 
-bool supported(const Scorer& scorer) { return scorer.linear(); }
-
 void require_every_reduction(const PagedProblem& problem, const Scorer& scorer) {
   Summaries summaries = seal(cpu_kernels(), problem, scorer);
   for (const GroupReduction reduction : kReductions) {
@@ -103,7 +101,7 @@ TEST_CASE("Scores follow the scorer's formula, open pages score inf, pages out o
     ++turn;
     for (const Scorer& scorer : kScorers) {
       // Every shape meets a quarter of the ranks.
-      if (!supported(scorer) || !fits(scorer, shape)) continue;
+      if (!fits(scorer, shape)) continue;
       if (scorer.rank % 4 != (scorer.linear() ? 0 : turn % 4)) continue;
       require_every_reduction(problem, scorer);
     }
@@ -119,7 +117,7 @@ TEST_CASE("Every group size and odd multiples of eight channels") {
                         .group_size = group_size};
       const PagedProblem problem(shape, {{5 * shape.page_size + 1}}, {{0, 5 * shape.page_size}}, 2);
       for (const Scorer& scorer : kScorers) {
-        if (supported(scorer) && fits(scorer, shape) && (scorer.linear() || scorer.rank == 2)) {
+        if (fits(scorer, shape) && (scorer.linear() || scorer.rank == 2)) {
           require_every_reduction(problem, scorer);
         }
       }
@@ -133,7 +131,7 @@ TEST_CASE("The order of threads and blocks does not change a bit of the scores")
   const PagedProblem problem(shape, {{401}, {129}, {60}}, {{0, 400}, {1, 128}, {2, 59}, {0, 131}, {2, -1}},
                              3);
   for (const Scorer& scorer : kScorers) {
-    if (!supported(scorer) || !fits(scorer, shape)) continue;
+    if (!fits(scorer, shape)) continue;
     Summaries summaries = seal(cpu_kernels(), problem, scorer);
     for (const GroupReduction reduction : kReductions) {
       if (!exists(scorer, reduction)) continue;
@@ -149,7 +147,7 @@ TEST_CASE("A row alone scores as in a batch, and a longer table changes nothing"
   const std::vector<Sequence> sequences{{400}, {90}};
   const PagedProblem both(shape, sequences, {{0, 399}, {1, 77}}, 4);
   for (const Scorer& scorer : kScorers) {
-    if (!supported(scorer) || !fits(scorer, shape) || scorer.rank > 2) continue;
+    if (!fits(scorer, shape) || scorer.rank > 2) continue;
     Summaries summaries = seal(cpu_kernels(), both, scorer);
     for (const GroupReduction reduction : kReductions) {
       if (!exists(scorer, reduction)) continue;
@@ -175,7 +173,7 @@ TEST_CASE("A NaN query gives NaN scores to its own group and to no other") {
     PagedProblem problem(shape, {{64}}, {{0, 63}}, 4);
     problem.set_query(0, bad_head, 17, kNan);
     for (const Scorer& scorer : kScorers) {
-      if (!supported(scorer) || !fits(scorer, shape)) continue;
+      if (!fits(scorer, shape)) continue;
       Summaries summaries = seal(cpu_kernels(), problem, scorer);
       for (const GroupReduction reduction : kReductions) {
         if (!exists(scorer, reduction)) continue;
@@ -196,7 +194,7 @@ TEST_CASE("Summaries of pages that a row does not see are not read, nor is a pag
   const PagedProblem problem(shape, {{160}}, {{0, 158}, {0, 159}}, 5);
   REQUIRE(problem.page_tables[0][0] == -1);
   for (const Scorer& scorer : kScorers) {
-    if (!supported(scorer) || !fits(scorer, shape) || scorer.rank > 2) continue;
+    if (!fits(scorer, shape) || scorer.rank > 2) continue;
     Summaries summaries = seal(cpu_kernels(), problem, scorer);
     std::vector<bool> seen(problem.num_pages, false);
     for (const int32_t page_id : problem.page_tables[0]) {
