@@ -9,8 +9,9 @@
 namespace tinyserve::cuda {
 namespace {
 
-// A third of what an SM of sm_90 has, half of sm_80's; architectures with less still run it.
-constexpr int kSharedBytes = 76 << 10;
+// A third of what an SM of sm_90 has, less than half of sm_80's. Blocks that would need more have fewer
+// warps.
+constexpr int kSharedBytes = 75 << 10;
 
 CopyUnit copy_unit(const core::PagePoolView& pool, int64_t head_dim) {
   if (pool.channel_major()) return CopyUnit::kElement;

@@ -46,6 +46,10 @@ struct AttendTraits {
   // Of the logits of its tokens a lane ends with those of so many heads.
   static constexpr int kLaneHeads = kHeads == 1 ? 1 : kHeads / kTokenLanes;
 
+  // Blocks of an SM that registers must leave room for; shared memory leaves none for more. Left to itself
+  // the compiler makes room for others and spills.
+  static constexpr int kMinBlocks = kHeadDim == 0 ? 2 : 3;
+
   static_assert(kHeads == 1 || kHeads % kTokenLanes == 0, "The lanes of a token share its heads evenly.");
   static_assert(kSlices * kChannels * kWarpSize == kMaxHeadDim, "The lanes cover the channels exactly.");
   static_assert(core::kHeadDimMultiple % kChannels == 0,
@@ -554,7 +558,7 @@ __device__ __forceinline__ bool is_last(const core::AttendPagesParams& attend, i
 
 // Grid: blocks of query heads x num_kv_heads x max_chunks x num_rows, the first the fastest, along x.
 template <typename Traits>
-__global__ void __launch_bounds__(kAttendWarps* kWarpSize)
+__global__ void __launch_bounds__(kAttendWarps* kWarpSize, Traits::kMinBlocks)
     attend_pages_kernel(const __grid_constant__ core::AttendPagesBatchParams params, const CopyUnits units) {
   using T = typename Traits::T;
   constexpr int kHeads = Traits::kHeads;
