@@ -16,8 +16,8 @@ function(tinyserve_cuda_emulator)
   target_include_directories(tinyserve_cuda_emulator PUBLIC tests/cpp)
   target_include_directories(tinyserve_cuda_emulator SYSTEM PUBLIC ${CUDAToolkit_INCLUDE_DIRS})
   target_compile_definitions(tinyserve_cuda_emulator PUBLIC TINYSERVE_CUDA_EMULATOR)
-  # nvcc's pragmas.
-  target_compile_options(tinyserve_cuda_emulator PUBLIC -Wno-unknown-pragmas)
+  # A kernel runs a thousand threads one after the other: optimised in debug builds, too. The pragmas are nvcc's.
+  target_compile_options(tinyserve_cuda_emulator PUBLIC ${kernel_optimisation} -Wno-unknown-pragmas)
   # A fortified longjmp refuses to change stacks.
   target_compile_options(tinyserve_cuda_emulator PRIVATE -U_FORTIFY_SOURCE)
 endfunction()

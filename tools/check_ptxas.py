@@ -1,8 +1,8 @@
 """Holds the CUDA kernels to their budget of registers and stack, and to no spills, for every architecture.
 
 Usage: check_ptxas.py BUDGET LOG. LOG is what ptxas printed while the kernels were built (nvcc -Xptxas -v).
-BUDGET has a line for each kernel: its name, the most registers, the most bytes of stack. A kernel without a line
-is an error, so is a line without a kernel. All instantiations of a kernel share its line.
+BUDGET has a line for each kernel: its name, the most registers, the most bytes of stack. A kernel without a
+line is an error, so is a line without a kernel. All instantiations of a kernel share its line.
 """
 
 from __future__ import annotations
@@ -86,9 +86,11 @@ def complaints(report: list[Compiled], budgets: dict[str, tuple[int, int]]) -> l
 
 def main(budget_file: str, log_file: str) -> None:
     report = read_report(Path(log_file).read_text())
-    for one in sorted(report, key=lambda c: (c.kernel, c.arch, c.symbol)):
+    for kernel, arch in sorted({(one.kernel, one.arch) for one in report}):
+        instances = [one for one in report if (one.kernel, one.arch) == (kernel, arch)]
+        registers = [one.registers for one in instances]
         print(
-            f"{one.kernel:24} {one.arch} {one.registers:4} registers {one.stack_bytes:5} B stack  {one.symbol}"
+            f"{kernel:24} {arch} {len(instances):3} instances, {min(registers)} to {max(registers)} registers"
         )
     if found := complaints(report, read_budgets(Path(budget_file).read_text())):
         sys.exit("\n".join(found))

@@ -1,9 +1,9 @@
 // The only place that computes the address of a token inside a page pool. Logical shape
 // [num_pages, num_kv_heads, page_size, head_dim]; the strides carry the layout. Two are in use:
 // token-major (channel_stride 1) and channel-major (token_stride 1, keys only). Offsets are int64:
-// page_id * page_stride passes 2^31 elements in pools of a few GiB. constexpr, so that CUDA kernels take them,
-// too. int8 pages are symmetric with one fp32
-// scale per token and head beside them: value = scale * code (cpu/quantise.h).
+// page_id * page_stride passes 2^31 elements in pools of a few GiB. constexpr, so that CUDA kernels take
+// them, too. int8 pages are symmetric with one fp32 scale per token and head beside them: value = scale *
+// code (cpu/quantise.h).
 #pragma once
 
 #include <cstdint>

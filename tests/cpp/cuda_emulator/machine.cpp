@@ -140,7 +140,7 @@ class Cluster {
 
   void run() {
     // A thread that waits this often in one launch is caught in a loop.
-    const size_t max_turns = 100000 * barrier_.num_threads;
+    const size_t max_turns = 20000 * barrier_.num_threads;
     for (size_t turn = 0; !ready_.empty() && !error_; ++turn) {
       Thread& thread = *ready_.top().thread;
       if (turn == max_turns) {
