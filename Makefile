@@ -171,10 +171,13 @@ asan: $(VENV)/.catch2
 tsan: $(VENV)/.catch2
 	$(shell setarch -R true 2>/dev/null && echo setarch -R) cmake --workflow --preset tsan
 
-# Compiles the CUDA kernels for sm_80 and sm_90 (no GPU needed) and looks at the symbols of the result.
+# Compiles the CUDA kernels for sm_80 and sm_90 (no GPU needed), holds them to their budget of registers, and looks at the
+# symbols of the result. From scratch each time: ptxas reports only on what it compiles.
 cuda-check: $(VENV)/.dev
-	cmake -S . -B build/cuda -G Ninja -DTINYSERVE_CUDA=ON -DPython_EXECUTABLE=$(BIN)/python
-	cmake --build build/cuda --target tinyserve_ops_cuda
+	cmake -S . -B build/cuda -G Ninja -DTINYSERVE_CUDA=ON -DCMAKE_CUDA_FLAGS=-Xptxas=-v -DPython_EXECUTABLE=$(BIN)/python
+	set -o pipefail; cmake --build build/cuda --clean-first --target tinyserve_ops_cuda 2>&1 | tee build/cuda/ptxas.log \
+		| grep -v '^ptxas\|^    [0-9]* bytes' || { cat build/cuda/ptxas.log; exit 1; }
+	python tools/check_ptxas.py tools/ptxas_budget.txt build/cuda/ptxas.log
 	TINYSERVE_BUILD_DIR=$(CURDIR)/build/cuda python -m pytest -q tests/test_abi.py -k stable_abi
 
 wheel: $(VENV)/.dev build

@@ -38,6 +38,8 @@ PYTHON_MUST_NOT_IMPORT: dict[str, tuple[str, ...]] = {
 }
 # The command line hands over to what stands on top, one module for each.
 PYTHON_MAY_IMPORT: dict[str, tuple[str, ...]] = {"tinyserve.cli": ("tinyserve.eval.commands",)}
+# The one file of csrc that may look beyond it: it hands kernels to the emulator of the tests.
+ARCH = Path("csrc/cuda/arch.cuh")
 PACKAGES = {"tinyserve_ops": ROOT, "tinyserve": ROOT / "python"}
 
 
@@ -75,10 +77,20 @@ def test_a_folder_of_csrc_includes_only_what_lies_below_it(folder: str) -> None:
                 continue
             quote, header = found.groups()
             where = f"{path.relative_to(ROOT)} includes {header}"
+            if path == ROOT / ARCH and header == "cuda_emulator/device_functions.h":
+                continue
             if quote == '"':
                 assert header.split("/")[0] in own, where
             else:  # a standard header has no folder and no suffix
                 assert re.fullmatch(r"[a-z_0-9]+", header) or header.startswith(foreign), where
+
+
+def test_only_arch_cuh_knows_which_compiler_reads_a_kernel() -> None:
+    for path in sorted((ROOT / "csrc/cuda").iterdir()):
+        if path == ROOT / ARCH:
+            continue
+        for word in ("asm", "__CUDA_ARCH__", "__CUDACC__", "__shared__", "TINYSERVE_CUDA_EMULATOR", "<<<"):
+            assert word not in path.read_text(), f"{path.relative_to(ROOT)}: {word} belongs into {ARCH}"
 
 
 def test_python_parts_import_only_downwards() -> None:

@@ -27,10 +27,36 @@ struct PageWrite {
   int32_t first_slot;  // slot of first_token inside the page
 };
 
+// Sequences of a packed batch, as kernels read them that plan on the device. Tokens from
+// cu_query_lens[batch_size] on are padding.
+struct BatchView {
+  const int32_t* cu_query_lens;  // [batch_size + 1]
+  const int32_t* seq_lens;       // [batch_size], before the new tokens; new token i sits at seq_lens + i
+  const int32_t* page_table;     // [batch_size, max_pages], -1 where none
+  int64_t page_table_stride;
+  int64_t batch_size;
+  int64_t max_pages;
+};
+
 struct AppendKvParams {
   PackedView k;  // [num_tokens, num_kv_heads, head_dim]
   PackedView v;
   const PageWrite* writes;  // [num_writes]
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t page_size;
+  PagePoolView k_pages;
+  PagePoolView v_pages;
+  PageSummaryView page_summary;  // may be null
+  const Scorer* scorer;          // may be null with page_summary
+};
+
+// append_kv from the batch itself, where the host can't plan the writes.
+struct AppendKvBatchParams {
+  PackedView k;  // [num_tokens, num_kv_heads, head_dim]
+  PackedView v;
+  BatchView batch;
+  int64_t num_tokens;
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t page_size;
@@ -67,6 +93,25 @@ struct ScorePagesParams {
   int64_t row_stride;
 };
 
+// The same from the batch itself. All of page_scores is written: -inf where a row does not see the page.
+struct ScorePagesBatchParams {
+  PackedView q;  // [num_rows, num_heads, head_dim]
+  BatchView batch;
+  int64_t num_rows;
+  int64_t num_kv_heads;
+  int64_t group_size;
+  int64_t head_dim;
+  int64_t page_size;
+  int64_t window;  // -1: none
+  PageSummaryView page_summary;
+  const Scorer* scorer;
+  GroupReduction group_reduction;
+  float sm_scale;
+  float* page_scores;  // [num_rows, num_kv_heads, row_stride], indexed by logical page
+  float* head_scores;  // [num_rows, num_heads, row_stride]; null unless the reduction is kSoftmax
+  int64_t row_stride;  // at least batch.max_pages
+};
+
 struct SelectPagesParams {
   const float* page_scores;  // [num_rows, num_kv_heads, row_stride]
   int64_t row_stride;
@@ -77,6 +122,24 @@ struct SelectPagesParams {
   int64_t num_sink_pages;
   int64_t num_recent_pages;
   int64_t max_page_budget;
+  int32_t* selected_pages;  // [num_rows, num_kv_heads, max_page_budget]
+  int32_t* num_selected;    // [num_rows, num_kv_heads]
+};
+
+// The same from the batch itself, where the host can't know the rows. batch.page_table is not read, and
+// batch.max_pages bounds what a row sees.
+struct SelectPagesBatchParams {
+  const float* page_scores;  // [num_rows, num_kv_heads, row_stride]
+  int64_t row_stride;        // at least batch.max_pages
+  BatchView batch;
+  const int32_t* page_budget;  // [batch_size]
+  int64_t num_rows;
+  int64_t num_kv_heads;
+  int64_t page_size;
+  int64_t window;  // -1: none
+  int64_t num_sink_pages;
+  int64_t num_recent_pages;
+  int64_t max_page_budget;  // at least the forced pages
   int32_t* selected_pages;  // [num_rows, num_kv_heads, max_page_budget]
   int32_t* num_selected;    // [num_rows, num_kv_heads]
 };
@@ -93,13 +156,21 @@ struct AttendPagesParams {
   const int32_t* selected_pages;  // [num_rows, num_kv_heads, list_width]; null: every visible page
   const int32_t* num_selected;    // [num_rows, num_kv_heads]; null with selected_pages
   int64_t list_width;
-  int64_t max_chunks;  // chunks of kChunkPages that cover the longest list
+  int64_t max_chunks;  // chunks that cover the longest list: of kChunkPages, in CUDA of cuda/attend_chunks.h
   float sm_scale;
   float* partials;       // [num_rows, num_kv_heads, max_chunks, group_size, head_dim + 2]: acc, max, sum
   int32_t* chunks_done;  // [num_rows, num_kv_heads], zeros
   float* page_lse;       // [num_rows, num_heads, list_width]; may be null
   void* out;             // [num_rows, num_heads, head_dim], contiguous, of q's type
   float* lse;            // [num_rows, num_heads]
+};
+
+// attend_pages from the batch itself, where the host does not know the rows: row i is packed token i.
+struct AttendPagesBatchParams {
+  AttendPagesParams attend;  // rows: null
+  BatchView batch;
+  int64_t num_rows;
+  int64_t window;  // -1: none
 };
 
 struct MergeStatesParams {

@@ -2,39 +2,19 @@
 // pages are ever touched. The bits must be those of the same pages in a small pool.
 #include <catch2/catch_test_macros.hpp>
 
-#include <sys/mman.h>
-
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "attention_oracle.h"
 #include "summaries.h"
+#include "virtual_memory.h"
 
 using namespace tinyserve::cpu;
 using namespace tinyserve::cpu::testing;
 using tinyserve::core::PagePoolView;
 
 namespace {
-
-class VirtualMemory {
- public:
-  explicit VirtualMemory(size_t bytes)
-      : bytes_(bytes),
-        begin_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
-                      0)) {
-    REQUIRE(begin_ != MAP_FAILED);
-  }
-  ~VirtualMemory() { ::munmap(begin_, bytes_); }
-  VirtualMemory(const VirtualMemory&) = delete;
-  VirtualMemory& operator=(const VirtualMemory&) = delete;
-
-  void* begin() const { return begin_; }
-
- private:
-  size_t bytes_;
-  void* begin_;
-};
 
 constexpr int64_t kFarPage = (int64_t{1} << 31) / 1024 + 5;  // pages of more than 1024 elements
 constexpr Shape kShape{.type = ElementType::kFloat16, .page_size = 16, .head_dim = 64, .group_size = 3};

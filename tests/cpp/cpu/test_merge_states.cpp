@@ -9,44 +9,12 @@
 
 #include "drive.h"
 #include "elements.h"
+#include "merge_problem.h"
 
 using namespace tinyserve::cpu;
 using namespace tinyserve::cpu::testing;
 
 namespace {
-
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-struct States {
-  int64_t num_states;
-  int64_t num_rows_heads;
-  int64_t head_dim;
-  Elements outs;  // [num_states, num_rows_heads, head_dim]
-  std::vector<float> lses;
-
-  double out(int64_t state, int64_t item, int64_t d) const {
-    return outs.get((state * num_rows_heads + item) * head_dim + d);
-  }
-  float& lse(int64_t state, int64_t item) { return lses[state * num_rows_heads + item]; }
-};
-
-struct Merged {
-  Elements out;
-  std::vector<float> lse;
-};
-
-// log-sum-exps are multiples of 1/16, so that fp32 adds a million to them exactly.
-States draw_states(ElementType type, int64_t num_states, int64_t head_dim, uint32_t seed) {
-  constexpr int64_t kItems = 11;
-  std::mt19937 random(seed);
-  std::normal_distribution<double> normal;
-  States states{num_states, kItems, head_dim, Elements(type, num_states * kItems * head_dim), {}};
-  for (int64_t i = 0; i < states.outs.size(); ++i) states.outs.set(i, normal(random));
-  for (int64_t i = 0; i < num_states * kItems; ++i) {
-    states.lses.push_back(static_cast<float>(static_cast<int>(random() % 200) - 100) / 16.0F);
-  }
-  return states;
-}
 
 Merged merge(const KernelTable& kernels, const States& states, Schedule schedule = {}) {
   Merged merged{Elements(states.outs.type(), states.num_rows_heads * states.head_dim),
@@ -69,25 +37,13 @@ TEST_CASE("Merged states are the mean of their outputs weighted by exp(lse)") {
   for (const ElementType type : kElementTypes) {
     for (const int64_t head_dim : {8, 40, 64, 128, 256}) {
       for (const int64_t num_states : {1, 2, 5}) {
-        States states = draw_states(type, num_states, head_dim, 1);
-        std::vector<double> out;
-        std::vector<double> lse;
-        for (int64_t item = 0; item < states.num_rows_heads; ++item) {
-          double sum = 0.0;
-          for (int64_t s = 0; s < num_states; ++s) sum += std::exp(states.lse(s, item));
-          for (int64_t d = 0; d < head_dim; ++d) {
-            double x = 0.0;
-            for (int64_t s = 0; s < num_states; ++s)
-              x += std::exp(states.lse(s, item)) / sum * states.out(s, item, d);
-            out.push_back(x);
-          }
-          lse.push_back(std::log(sum));
-        }
+        const States states = draw_states(type, num_states, head_dim, 1);
+        const ExactStates exact = merge_exactly(states);
         for (const KernelTable* kernels : targets()) {
           CAPTURE(static_cast<int>(type), head_dim, num_states, kernels->target);
           const Merged merged = merge(*kernels, states);
-          require_close(merged.out.values(), out, 1e-5, 1.05 * unit_roundoff(type));
-          require_close(as_doubles(merged.lse), lse, 1e-5);
+          require_close(merged.out.values(), exact.out, 1e-5, 1.05 * unit_roundoff(type));
+          require_close(as_doubles(merged.lse), exact.lse, 1e-5);
           if (num_states == 1) {
             require_same_bits(merged.out.bytes(), states.outs.bytes());
             require_same_bits(merged.lse, states.lses);
@@ -120,15 +76,7 @@ TEST_CASE("States that attended nothing do not count, whatever their outputs hol
   for (const KernelTable* kernels : targets()) {
     CAPTURE(kernels->target);
     const States two = draw_states(ElementType::kFloat16, 2, 40, 3);
-    States padded{4, two.num_rows_heads, 40, Elements(ElementType::kFloat16, 2 * two.outs.size()), {}};
-    padded.lses.assign(4 * two.num_rows_heads, kMinusInfinity);
-    const int64_t state_size = two.num_rows_heads * 40;
-    for (int64_t s = 0; s < 2; ++s) {  // to the places 0 and 3
-      for (int64_t i = 0; i < state_size; ++i)
-        padded.outs.set(3 * s * state_size + i, two.outs.get(s * state_size + i));
-      for (int64_t i = 0; i < two.num_rows_heads; ++i)
-        padded.lse(3 * s, i) = two.lses[s * two.num_rows_heads + i];
-    }
+    States padded = with_two_empty_states_between(two);
     const Merged merged = merge(*kernels, padded);
     const Merged expected = merge(*kernels, two);
     require_same_bits(merged.out.bytes(), expected.out.bytes());

@@ -1,0 +1,95 @@
+// Numbers of page summaries, read eight at a time.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/arch.cuh"
+#include "cuda/element.cuh"
+
+namespace tinyserve::cuda {
+
+// Byte i of a word as a number, less `offset`. Placed behind the exponent of 2^23 the byte becomes a float
+// without a conversion, of which a multiprocessor does only a few per cycle.
+__device__ __forceinline__ float byte_to_float(uint32_t word, int i, float offset) {
+  constexpr uint32_t kExponent = 0x4b000000U;
+  constexpr float kOfExponent = 8388608.0F;
+  return __uint_as_float(__byte_perm(word, kExponent, 0x7440U + static_cast<unsigned>(i))) -
+         (kOfExponent + offset);
+}
+
+// The four signed bytes of a word.
+__device__ __forceinline__ void signed_bytes(uint32_t word, float (&x)[4]) {
+  const uint32_t unsigned_bytes = word ^ 0x80808080U;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = byte_to_float(unsigned_bytes, i, 128.0F);
+}
+
+// The int4 codes in the low or the high halves of a word's bytes, stored plus 8.
+__device__ __forceinline__ void nibbles(uint32_t word, bool high, float (&x)[4]) {
+  const uint32_t bytes = (high ? word >> 4 : word) & 0x0f0f0f0fU;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = byte_to_float(bytes, i, 8.0F);
+}
+
+// Eight consecutive numbers at an address aligned to their size, or to 16 bytes.
+template <typename Code>
+struct EightCodes;
+
+template <>
+struct EightCodes<int8_t> {
+  uint2 words;
+
+  __device__ __forceinline__ void load(const uint8_t* from) { words = *reinterpret_cast<const uint2*>(from); }
+  __device__ __forceinline__ void four(int half, float (&x)[4]) const {
+    signed_bytes(half == 0 ? words.x : words.y, x);
+  }
+};
+
+template <>
+struct EightCodes<float> {
+  float4 quarters[2];
+
+  __device__ __forceinline__ void load(const uint8_t* from) {
+    quarters[0] = reinterpret_cast<const float4*>(from)[0];
+    quarters[1] = reinterpret_cast<const float4*>(from)[1];
+  }
+  __device__ __forceinline__ void four(int half, float (&x)[4]) const {
+    const float4 quarter = half == 0 ? quarters[0] : quarters[1];
+    x[0] = quarter.x;
+    x[1] = quarter.y;
+    x[2] = quarter.z;
+    x[3] = quarter.w;
+  }
+};
+
+template <typename T>
+struct EightSmallFloats {
+  uint4 words;
+
+  __device__ __forceinline__ void load(const uint8_t* from) { words = *reinterpret_cast<const uint4*>(from); }
+  __device__ __forceinline__ void four(int half, float (&x)[4]) const {
+    pair(half == 0 ? words.x : words.z, x[0], x[1]);
+    pair(half == 0 ? words.y : words.w, x[2], x[3]);
+  }
+
+ private:
+  static __device__ __forceinline__ T from_bits(uint32_t bits) {
+    if constexpr (std::is_same_v<T, __half>) {
+      return __ushort_as_half(static_cast<unsigned short>(bits));
+    } else {
+      return __ushort_as_bfloat16(static_cast<unsigned short>(bits));
+    }
+  }
+  static __device__ __forceinline__ void pair(uint32_t word, float& first, float& second) {
+    first = to_float(from_bits(word & 0xffffU));
+    second = to_float(from_bits(word >> 16));
+  }
+};
+
+template <>
+struct EightCodes<__half> : EightSmallFloats<__half> {};
+template <>
+struct EightCodes<__nv_bfloat16> : EightSmallFloats<__nv_bfloat16> {};
+
+}  // namespace tinyserve::cuda

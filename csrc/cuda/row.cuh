@@ -1,0 +1,26 @@
+// The row of a packed token, found on the device.
+#pragma once
+
+#include <cstdint>
+
+#include "core/params.h"
+#include "core/row.h"
+#include "cuda/batch.cuh"
+
+namespace tinyserve::cuda {
+
+// Sees nothing where the token is padding. All lanes of a warp ask together for the same token.
+__device__ __forceinline__ core::Row row_of(const core::BatchView& batch, int64_t token, int64_t window) {
+  // In a step of decoding token i mostly belongs to sequence i: then no load waits for another.
+  int64_t sequence = token;
+  if (token >= batch.batch_size || batch.cu_query_lens[token] != token ||
+      batch.cu_query_lens[token + 1] != token + 1) {
+    sequence = sequence_of(batch, token);
+  }
+  if (sequence < 0) return {};
+  const int64_t position = batch.seq_lens[sequence] + token - batch.cu_query_lens[sequence];
+  return core::make_row(batch.page_table + sequence * batch.page_table_stride, static_cast<int32_t>(sequence),
+                        position, window);
+}
+
+}  // namespace tinyserve::cuda
