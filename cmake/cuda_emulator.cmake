@@ -7,6 +7,11 @@ if(NOT CUDAToolkit_FOUND)
   message(STATUS "CUDA emulator tests: left out (no CUDA toolkit of version 12.8 or newer was found)")
   return()
 endif()
+if(TINYSERVE_SANITIZE MATCHES thread)
+  set(TINYSERVE_CUDA_EMULATOR_ENABLED OFF)
+  message(STATUS "CUDA emulator tests: left out (they run in one thread, where ThreadSanitizer sees nothing)")
+  return()
+endif()
 set(TINYSERVE_CUDA_EMULATOR_ENABLED ON)
 
 # The emulator itself, of the given sources. Who links it compiles kernels for it.

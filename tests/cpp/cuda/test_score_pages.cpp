@@ -96,7 +96,7 @@ void require_every_reduction(const PagedProblem& problem, const Scorer& scorer) 
 
 TEST_CASE("Scores follow the scorer's formula, open pages score inf, pages out of sight -inf") {
   int turn = 0;
-  for (const Shape& shape : covering_shapes()) {
+  for (const Shape& shape : covering_shapes(20)) {
     const PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 1);
     ++turn;
     for (const Scorer& scorer : kScorers) {
