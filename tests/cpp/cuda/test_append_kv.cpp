@@ -42,10 +42,9 @@ struct Batch {
     for (const NewTokens& sequence : sequences) {
       seq_lens.push_back(sequence.seq_len);
       cu_query_lens.push_back(cu_query_lens.back() + sequence.count);
-      for (int64_t page = 0; page < max_pages + 1; ++page) {  // a row is followed by a gap
-        const bool there = page < static_cast<int64_t>(sequence.pages.size());
-        page_table.push_back(there ? sequence.pages[page] : -1);
-      }
+      page_table.insert(page_table.end(), sequence.pages.begin(), sequence.pages.end());
+      page_table.resize(seq_lens.size() * (max_pages + 1) - 1, -1);
+      page_table.push_back(0);  // behind a row: a page that is there, but not the row's
     }
   }
 
@@ -66,6 +65,7 @@ struct Batch {
       for (int32_t token = cu_query_lens[s]; token < cu_query_lens[s + 1]; ++token) {
         const int64_t position = seq_lens[s] + token - cu_query_lens[s];
         if (position < 0) continue;
+        if (position / page_size >= max_pages) continue;
         const int32_t page_id = page_table[s * (max_pages + 1) + position / page_size];
         if (page_id < 0) continue;
         out.push_back({page_id, token, 1, static_cast<int32_t>(position % page_size)});
@@ -156,8 +156,8 @@ void require_expected(const Appended& actual, const Appending& appending, int64_
   require_same_numbers(ElementType::kFloat32, actual.v_scales, bytes_of(v.scales));
 }
 
-// Several pages, ends in the middle of a page, no tokens, padding alone and in front, a page that the table
-// does not name, one token in the last slot, and more sequences than a warp has lanes.
+// Several pages, ends in the middle of a page, no tokens, padding alone and in front, pages that the table
+// does not name or does not reach, one token in the last slot, and more sequences than a warp has lanes.
 Batch mixed_batch(int64_t page_size, int64_t num_single_tokens) {
   const auto slots = [&](int64_t pages, int64_t more = 0) {
     return static_cast<int32_t>(pages * page_size + more);
@@ -168,7 +168,8 @@ Batch mixed_batch(int64_t page_size, int64_t num_single_tokens) {
                                       {-3, 3, {}},
                                       {-2, slots(1) + 2, {9}},
                                       {5, 0, {2}},
-                                      {slots(1), slots(1, 1), {4, -1, 8}}};
+                                      {slots(1), slots(1, 1), {4, -1, 8}},
+                                      {slots(3, -1), 2, {-1, -1, 6}}};
   for (int64_t i = 0; i < num_single_tokens; ++i) {
     sequences.push_back({static_cast<int32_t>(i % page_size), 1, {static_cast<int32_t>(12 + i)}});
   }
