@@ -252,6 +252,25 @@ def test_a_method_that_fails_in_a_layer_of_a_later_step_leaves_the_others_alone(
         assert_near(run.output.logprobs, alone.logprobs, 1e-4)
 
 
+def test_a_model_that_raises_fails_every_method_and_not_the_run(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = only_sample(ScoreTask())
+    head = runner._twin.lm_head
+    calls = itertools.count()
+
+    def out_of_memory(*_: Any) -> None:
+        if next(calls) == 4:  # a step of both, behind the prefill
+            raise MemoryError("no room")
+
+    hook = head.register_forward_hook(out_of_memory)
+    results = list(runner.run(sample, [FULL, SPARSE]))
+    hook.remove()
+    assert [type(result) for result in results] == [Failure, Failure]
+    assert all("no room" in str(result.error) for result in results)
+    run_all(runner, sample, FULL, SPARSE)  # nothing is left of it
+
+
 @pytest.mark.parametrize("task", [GenerateTask(), ScoreTask()])
 def test_the_company_of_other_methods_changes_nothing_but_rounding(runner: Runner, task: Any) -> None:
     sample = only_sample(task)

@@ -1,4 +1,4 @@
-"""`joint_steps`: one call of the model for single tokens of several caches, each with a policy of its own.
+"""`JointBatch`: one call of the model for single tokens of several caches, each with a policy of its own.
 
 The weights of a model are most of what a step of one token reads. Methods that are compared take their steps
 together, so these are read once for all of them; attention goes its own way in each cache.
@@ -14,40 +14,39 @@ import torch
 from tinyserve.eval.batch import EvalBatch
 from tinyserve_ops.hf import PackedBatch
 
-__all__ = ["joint_steps"]
+__all__ = ["JointBatch", "StepRequest"]
 
 # A cache's batch, its sequence, and the token to append.
 StepRequest = tuple[EvalBatch, int, int]
 
 
-def joint_steps(model: Any, requests: Sequence[StepRequest]) -> list[torch.Tensor | Exception]:
-    """Appends one token to each sequence; a single one in a forward of its own, as without others.
+class JointBatch(PackedBatch):
+    """Forwards of several batches of one enabled model, their tokens packed one behind the other.
 
-    Returns:
-        fp32 logits [vocabulary] behind each token, or what was raised in its own cache. The others don't
-        notice.
+    Args:
+        first: any of the batches; all have the model's shape.
     """
-    if len(requests) != 1:
-        return _JointBatch(model, [batch for batch, _, _ in requests]).step(requests) if requests else []
-    batch, seq, token = requests[0]
-    try:
-        return [batch.feed(seq, [token])]
-    except Exception as error:
-        return [error]
 
-
-class _JointBatch(PackedBatch):
-    """One forward of several batches, their tokens packed one behind the other."""
-
-    def __init__(self, model: Any, batches: Sequence[EvalBatch]) -> None:
-        super().__init__(model, batches[0].kv)  # all have the model's shape
+    def __init__(self, model: Any, first: EvalBatch) -> None:
+        super().__init__(model, first.kv)
         self._model = model
-        self._batches: list[EvalBatch] = []  # those that take part
+        self._batches: list[EvalBatch] = []  # those that take part in the forward under way
         self._errors: dict[EvalBatch, Exception] = {}
 
     def step(self, requests: Sequence[StepRequest]) -> list[torch.Tensor | Exception]:
-        """See `joint_steps`."""
-        inputs = []
+        """Appends one token to each sequence; a single one in a forward of its own, as without others.
+
+        Returns:
+            fp32 logits [vocabulary] behind each token, or what was raised in its own cache, unseen by the
+            others. What the model itself raises, all of them get.
+        """
+        if len(requests) == 1:
+            batch, seq, token = requests[0]
+            try:
+                return [batch.feed(seq, [token])]
+            except Exception as error:
+                return [error]
+        self._batches, self._errors, inputs = [], {}, []
         for batch, seq, token in requests:
             try:
                 inputs.append(batch.inputs([(seq, [token])]))
@@ -56,8 +55,13 @@ class _JointBatch(PackedBatch):
                 self._errors[batch] = error
         answers: dict[EvalBatch, torch.Tensor | Exception] = {}
         if inputs:
-            logits = self._model(**self._joined(inputs)).logits[0].float()
-            answers.update(zip(self._batches, logits, strict=True))
+            try:
+                logits = self._model(**self._joined(inputs)).logits[0].float()
+                answers.update(zip(self._batches, logits, strict=True))
+            except Exception as error:
+                for batch in self._batches:
+                    batch.abandon()
+                    answers[batch] = error
         answers.update(self._errors)
         return [answers[batch] for batch, _, _ in requests]
 

@@ -18,7 +18,7 @@ from tinyserve.decode import share_weights
 from tinyserve.errors import UsageError
 from tinyserve.eval.batch import EvalBatch
 from tinyserve.eval.guards import GuardError, check_equal, check_logprobs, check_steps, tolerance_of
-from tinyserve.eval.joint import joint_steps
+from tinyserve.eval.joint import JointBatch
 from tinyserve.eval.line import Line, Steps
 from tinyserve.eval.measures import StepMeasures
 from tinyserve.eval.methods import Method, full_cache
@@ -298,6 +298,9 @@ def _drive(
 ) -> Iterator[tuple[Line, Output | Exception]]:
     """Takes the steps of all lines together; yields each with what came out of it, as it ends."""
     waiting: list[tuple[Line, Steps, torch.Tensor | Exception | None]] = [(*line, None) for line in lines]
+    if not waiting:
+        return
+    joint = JointBatch(model, lines[0][0].batch)
     while waiting:
         asked: list[tuple[Line, Steps, tuple[int, int]]] = []
         for line, steps, logits in waiting:
@@ -309,7 +312,7 @@ def _drive(
                 yield line, end.value
             except Exception as error:
                 yield line, error
-        answers = joint_steps(model, [(line.batch, *request) for line, _, request in asked])
+        answers = joint.step([(line.batch, *request) for line, _, request in asked])
         waiting = [(line, steps, answer) for (line, steps, _), answer in zip(asked, answers, strict=True)]
 
 
