@@ -133,7 +133,7 @@ __device__ __forceinline__ AttendWork find_work(const core::AttendPagesBatchPara
   work.row_idx = item / static_cast<unsigned>(attend.max_chunks);
   work.row_head = work.row_idx * num_kv_heads + work.head;
 
-  const core::Row row = row_of(params.batch, work.row_idx, params.window);
+  const core::Row row = row_of(params.batch, work.row_idx, params.attend.page_size, params.window);
   work.page_table = row.page_table;
   work.first_token = static_cast<int>(row.first_token);
   work.num_tokens = static_cast<int>(row.num_tokens);

@@ -1,11 +1,11 @@
-// Numbers of page summaries, read eight at a time.
+// Words of memory as numbers: of pages, and of page summaries, which are read eight numbers at a time.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "cuda/arch.cuh"
-#include "cuda/element.cuh"
 
 namespace tinyserve::cuda {
 
@@ -18,11 +18,27 @@ __device__ __forceinline__ float byte_to_float(uint32_t word, int i, float offse
          (kOfExponent + offset);
 }
 
-// The four signed bytes of a word.
-__device__ __forceinline__ void signed_bytes(uint32_t word, float (&x)[4]) {
-  const uint32_t unsigned_bytes = word ^ 0x80808080U;
+// A word of T as its one, two or four numbers.
+template <typename T>
+__device__ __forceinline__ void widen_word(uint32_t word, float* x) {
+  if constexpr (std::is_same_v<T, float>) {
+    x[0] = __uint_as_float(word);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    x[0] = __uint_as_float(word << 16);
+    x[1] = __uint_as_float(word & 0xffff0000U);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    __half2 pair;
+    static_assert(sizeof(pair) == sizeof(word), "Two halves make a word.");
+    memcpy(static_cast<void*>(&pair), &word, sizeof(pair));
+    const float2 both = __half22float2(pair);
+    x[0] = both.x;
+    x[1] = both.y;
+  } else {
+    static_assert(std::is_same_v<T, int8_t>, "Pages and summaries hold fp32, fp16, bf16 or int8.");
+    const uint32_t unsigned_bytes = word ^ 0x80808080U;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = byte_to_float(unsigned_bytes, i, 128.0F);
+    for (int i = 0; i < 4; ++i) x[i] = byte_to_float(unsigned_bytes, i, 128.0F);
+  }
 }
 
 // The int4 codes in the low or the high halves of a word's bytes, stored plus 8.
@@ -42,7 +58,7 @@ struct EightCodes<int8_t> {
 
   __device__ __forceinline__ void load(const uint8_t* from) { words = *reinterpret_cast<const uint2*>(from); }
   __device__ __forceinline__ void four(int half, float (&x)[4]) const {
-    signed_bytes(half == 0 ? words.x : words.y, x);
+    widen_word<int8_t>(half == 0 ? words.x : words.y, x);
   }
 };
 
@@ -69,21 +85,8 @@ struct EightSmallFloats {
 
   __device__ __forceinline__ void load(const uint8_t* from) { words = *reinterpret_cast<const uint4*>(from); }
   __device__ __forceinline__ void four(int half, float (&x)[4]) const {
-    pair(half == 0 ? words.x : words.z, x[0], x[1]);
-    pair(half == 0 ? words.y : words.w, x[2], x[3]);
-  }
-
- private:
-  static __device__ __forceinline__ T from_bits(uint32_t bits) {
-    if constexpr (std::is_same_v<T, __half>) {
-      return __ushort_as_half(static_cast<unsigned short>(bits));
-    } else {
-      return __ushort_as_bfloat16(static_cast<unsigned short>(bits));
-    }
-  }
-  static __device__ __forceinline__ void pair(uint32_t word, float& first, float& second) {
-    first = to_float(from_bits(word & 0xffffU));
-    second = to_float(from_bits(word >> 16));
+    widen_word<T>(half == 0 ? words.x : words.z, x);
+    widen_word<T>(half == 0 ? words.y : words.w, x + 2);
   }
 };
 

@@ -9,7 +9,7 @@
 #include "core/params.h"
 #include "core/row.h"
 #include "cuda/arch.cuh"
-#include "cuda/rows.cuh"
+#include "cuda/row.cuh"
 
 namespace tinyserve::cuda {
 

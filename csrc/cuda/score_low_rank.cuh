@@ -106,10 +106,10 @@ struct LowRankScoring {
         [&](int unit, float (&x)[4][4]) {
           uint4 words = {};
           if (there) words = *reinterpret_cast<const uint4*>(summary + unit * 16);
-          signed_bytes(words.x, x[0]);
-          signed_bytes(words.y, x[1]);
-          signed_bytes(words.z, x[2]);
-          signed_bytes(words.w, x[3]);
+          widen_word<int8_t>(words.x, x[0]);
+          widen_word<int8_t>(words.y, x[1]);
+          widen_word<int8_t>(words.z, x[2]);
+          widen_word<int8_t>(words.w, x[3]);
         },
         shift);
 

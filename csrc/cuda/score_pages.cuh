@@ -11,7 +11,7 @@
 #include "core/row.h"
 #include "core/scorer.h"
 #include "cuda/arch.cuh"
-#include "cuda/rows.cuh"
+#include "cuda/row.cuh"
 #include "cuda/score_vectors.cuh"
 
 namespace tinyserve::cuda {

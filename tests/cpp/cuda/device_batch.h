@@ -1,5 +1,4 @@
-// Rows as the CPU's tests give them (a sequence and a position each), as a batch of which the device finds
-// them: every row is a sequence of its own with one new token.
+// A batch as kernels read it that find sequences and rows on the device.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +13,8 @@ struct DeviceBatch {
   int64_t max_pages = 0;
   std::vector<int32_t> cu_query_lens = {0};
   std::vector<int32_t> seq_lens = {};
-  std::vector<int32_t> page_table = {};  // [batch_size, max_pages + 1], a gap behind each row
+  // [batch_size, max_pages + 1]: behind each row a page that is there, but not the row's.
+  std::vector<int32_t> page_table = {};
 
   explicit DeviceBatch(int64_t table_width) : max_pages(table_width) {}
 
@@ -22,7 +22,8 @@ struct DeviceBatch {
     seq_lens.push_back(static_cast<int32_t>(seq_len));
     cu_query_lens.push_back(cu_query_lens.back() + num_new);
     page_table.insert(page_table.end(), pages.begin(), pages.end());
-    page_table.resize(seq_lens.size() * static_cast<size_t>(max_pages + 1), -1);
+    page_table.resize(seq_lens.size() * static_cast<size_t>(max_pages + 1) - 1, -1);
+    page_table.push_back(0);
   }
 
   core::BatchView view() const {

@@ -16,15 +16,16 @@
 #include "cuda/append_kv.h"
 #include "cuda/seal_pages.h"
 #include "cuda_emulator/testing.h"
+#include "device_batch.h"
 
 using namespace tinyserve::cpu::testing;
 using tinyserve::core::AppendKvBatchParams;
-using tinyserve::core::BatchView;
 using tinyserve::core::find_scorer;
 using tinyserve::core::kScorers;
 using tinyserve::core::PagePoolView;
 using tinyserve::core::Scorer;
 using tinyserve::cuda::emulator::same_under_every_schedule;
+using tinyserve::cuda::testing::DeviceBatch;
 
 namespace {
 
@@ -34,28 +35,19 @@ struct NewTokens {
   std::vector<int32_t> pages;  // of the whole sequence
 };
 
-struct Batch {
-  explicit Batch(const std::vector<NewTokens>& sequences) {
-    for (const NewTokens& sequence : sequences) {
-      max_pages = std::max(max_pages, static_cast<int64_t>(sequence.pages.size()));
-    }
-    for (const NewTokens& sequence : sequences) {
-      seq_lens.push_back(sequence.seq_len);
-      cu_query_lens.push_back(cu_query_lens.back() + sequence.count);
-      page_table.insert(page_table.end(), sequence.pages.begin(), sequence.pages.end());
-      page_table.resize(seq_lens.size() * (max_pages + 1) - 1, -1);
-      page_table.push_back(0);  // behind a row: a page that is there, but not the row's
-    }
+struct Batch : DeviceBatch {
+  explicit Batch(const std::vector<NewTokens>& sequences) : DeviceBatch(longest(sequences)) {
+    for (const NewTokens& sequence : sequences) add(sequence.seq_len, sequence.count, sequence.pages);
   }
 
-  BatchView view() const {
-    return {.cu_query_lens = cu_query_lens.data(),
-            .seq_lens = seq_lens.data(),
-            .page_table = page_table.data(),
-            .page_table_stride = max_pages + 1,
-            .batch_size = static_cast<int64_t>(seq_lens.size()),
-            .max_pages = max_pages};
+  static int64_t longest(const std::vector<NewTokens>& sequences) {
+    int64_t pages = 0;
+    for (const NewTokens& sequence : sequences) {
+      pages = std::max(pages, static_cast<int64_t>(sequence.pages.size()));
+    }
+    return pages;
   }
+
   int64_t num_tokens() const { return cu_query_lens.back(); }
 
   // Each token that has a place, by itself.
@@ -73,11 +65,6 @@ struct Batch {
     }
     return out;
   }
-
-  int64_t max_pages = 0;
-  std::vector<int32_t> cu_query_lens = {0};
-  std::vector<int32_t> seq_lens;
-  std::vector<int32_t> page_table;
 };
 
 // The page writes of a problem, each as a sequence of one page.

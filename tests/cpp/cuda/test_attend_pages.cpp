@@ -16,52 +16,31 @@
 #include "cuda/attend_chunks.h"
 #include "cuda/attend_pages.h"
 #include "cuda_emulator/testing.h"
+#include "device_batch.h"
 
 using namespace tinyserve::cpu::testing;
 using tinyserve::core::AttendPagesBatchParams;
-using tinyserve::core::BatchView;
 using tinyserve::core::PagePoolView;
 using tinyserve::cuda::emulator::kSchedules;
 using tinyserve::cuda::emulator::same_under_every_schedule;
 using tinyserve::cuda::emulator::ScheduleScope;
+using tinyserve::cuda::testing::DeviceBatch;
 
 namespace {
 
-// Rows of a problem as a batch of the device.
-struct DeviceRows {
-  std::vector<int32_t> cu_query_lens = {0};
-  std::vector<int32_t> seq_lens;
-  std::vector<int32_t> page_table;
+// Rows of a problem as a batch, each a sequence of one new token.
+DeviceBatch batch_of(const PagedProblem& problem, const std::vector<int64_t>& rows) {
   int64_t max_pages = 0;
-
-  // Each row as a sequence of one new token.
-  DeviceRows(const PagedProblem& problem, const std::vector<int64_t>& rows) {
-    for (const auto& table : problem.page_tables) {
-      max_pages = std::max(max_pages, static_cast<int64_t>(table.size()));
-    }
-    for (const int64_t row : rows) {
-      const RowAt& place = problem.row_places[row];
-      add_sequence(problem.page_tables[place.sequence], place.position, 1);
-    }
+  for (const auto& table : problem.page_tables) {
+    max_pages = std::max(max_pages, static_cast<int64_t>(table.size()));
   }
-
-  void add_sequence(const std::vector<int32_t>& table, int64_t seq_len, int32_t num_new) {
-    seq_lens.push_back(static_cast<int32_t>(seq_len));
-    cu_query_lens.push_back(cu_query_lens.back() + num_new);
-    page_table.insert(page_table.end(), table.begin(), table.end());
-    page_table.resize(seq_lens.size() * static_cast<size_t>(max_pages + 1),
-                      -1);  // a row is followed by a gap
+  DeviceBatch batch(max_pages);
+  for (const int64_t row : rows) {
+    const RowAt& place = problem.row_places[row];
+    batch.add(place.position, 1, problem.page_tables[place.sequence]);
   }
-
-  BatchView view() const {
-    return {.cu_query_lens = cu_query_lens.data(),
-            .seq_lens = seq_lens.data(),
-            .page_table = page_table.data(),
-            .page_table_stride = max_pages + 1,
-            .batch_size = static_cast<int64_t>(seq_lens.size()),
-            .max_pages = max_pages};
-  }
-};
+  return batch;
+}
 
 std::vector<int64_t> all_rows(const PagedProblem& problem) {
   std::vector<int64_t> rows(static_cast<size_t>(problem.num_rows()));
@@ -73,7 +52,7 @@ std::vector<int64_t> all_rows(const PagedProblem& problem) {
 struct Launch {
   const PagedProblem& problem;
   std::vector<int64_t> rows;  // of the problem
-  DeviceRows batch;
+  DeviceBatch batch;
   PageLists lists;
   Elements q;
   Attention result;
@@ -83,7 +62,7 @@ struct Launch {
 
   Launch(const PagedProblem& of, const std::vector<int64_t>& chosen_rows,
          const PageLists* wanted_lists = nullptr, bool with_page_lse = false, int64_t spare_chunks = 0)
-      : problem(of), rows(chosen_rows), batch(of, chosen_rows) {
+      : problem(of), rows(chosen_rows), batch(batch_of(of, chosen_rows)) {
     const Shape& shape = problem.shape;
     const auto num_rows = static_cast<int64_t>(rows.size());
     const int64_t num_row_heads = num_rows * shape.num_kv_heads;
@@ -353,10 +332,10 @@ TEST_CASE(
   const PagedProblem problem(shape, {{30}, {9}}, {{0, 27}, {0, 28}, {0, 29}, {1, 8}, {1, -1}}, 10);
   const Attention expected = attend_once(problem);
   Launch launch(problem, all_rows(problem));
-  DeviceRows batch(problem, {});
-  batch.add_sequence(problem.page_tables[0], 27, 3);
-  for (int i = 0; i < 37; ++i) batch.add_sequence({}, 100, 0);
-  batch.add_sequence(problem.page_tables[1], 8, 1);
+  DeviceBatch batch = batch_of(problem, {});
+  batch.add(27, 3, problem.page_tables[0]);
+  for (int i = 0; i < 37; ++i) batch.add(100, 0);
+  batch.add(8, 1, problem.page_tables[1]);
   launch.params.batch = batch.view();
   launch.run();
   require_same_attention(launch.result, expected);
