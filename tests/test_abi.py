@@ -83,7 +83,7 @@ def test_the_core_and_the_bindings_know_no_torch(name: str) -> None:
 
 @needs_nm
 def test_kernels_of_one_cpu_target_share_no_symbol_with_another() -> None:
-    targets = ("scalar", "avx2", "avx512", "avx512vnni")
+    targets = ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16")
     objects = [(target, path) for target in targets for path in kernel_objects(target)]
     assert objects, f"no kernel objects under {BUILD_DIR}"
     for target, path in objects:

@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "core/limits.h"
-#include "cpu/int8_page.h"
 #include "cpu/kernels.h"
+#include "cpu/page_products.h"
 #include "cpu/softmax_tile.h"
 
 namespace tinyserve::cpu::TINYSERVE_TARGET {
@@ -14,10 +14,13 @@ namespace {
 
 using core::kChunkPages;
 
-// How many blocks (K or V of a page) ahead memory is asked for: one is too late for pages that lie apart.
-constexpr int64_t kPrefetchBlocks = 2;
+// How far ahead memory is asked for, the first time twice as far. Blocks (K or V of a page) below 1 KiB count
+// as 1 KiB.
+constexpr int64_t kAheadBytes = 8192;
+constexpr int64_t kMinBlockBytes = 1024;
 
-constexpr int64_t kMaxChunkTokens = kChunkPages * core::kMaxPageSize;
+// Streams (see there) that a chunk is worked on with at once. Bounds what a worker keeps on its stack.
+constexpr int64_t kMaxStreams = 16;
 
 // A page of the chunk: where it lies and which of its slots the row sees.
 struct ChunkPage {
@@ -26,42 +29,6 @@ struct ChunkPage {
   int64_t end_slot;
 };
 
-// The keys or values of a page and kv head, and of an int8 page its tokens' scales.
-template <typename T>
-struct Block {
-  const T* data;
-  const float* scales = nullptr;
-
-  Block(const core::PagePoolView& pool, int64_t page_id, int64_t head) : data(pool.page<T>(page_id, head)) {
-    if constexpr (std::is_same_v<T, int8_t>) scales = pool.token_scales(page_id, head);
-  }
-};
-
-template <int kHeads, typename T>
-inline void page_logits_token_major(const float* q, const T* keys, int64_t token_stride, int64_t page_size,
-                                    int64_t head_dim, float* logits, int64_t stride) {
-  for (int64_t t = 0; t < page_size; ++t) {
-    F32x8 sum[kHeads];
-    for (int g = 0; g < kHeads; ++g) sum[g] = splat(0.0F);
-    const T* token = keys + t * token_stride;
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-      const F32x8 k = load(token + d);
-      for (int g = 0; g < kHeads; ++g) sum[g] += load(q + g * head_dim + d) * k;
-    }
-    for (int g = 0; g < kHeads; ++g) logits[g * stride + t] = horizontal_sum(sum[g]);
-  }
-}
-
-template <int kHeads, typename T>
-inline void page_logits(const float* q, const core::PagePoolView& pool, const T* keys, const T* next,
-                        int64_t page_size, int64_t head_dim, float* logits, int64_t stride) {
-  if (pool.channel_major()) {
-    channel_major_logits<kHeads>(q, keys, next, pool.channel_stride, page_size, head_dim, logits, stride);
-  } else {
-    page_logits_token_major<kHeads>(q, keys, pool.token_stride, page_size, head_dim, logits, stride);
-  }
-}
-
 float log_sum_exp(const float* logits, int64_t n, float* scratch) {
   __builtin_memcpy(scratch, logits, static_cast<size_t>(n) * sizeof(float));
   const float max = maximum(logits, n);
@@ -69,11 +36,11 @@ float log_sum_exp(const float* logits, int64_t n, float* scratch) {
   return sum == 0.0F ? kMinusInfinity : (max == kMinusInfinity ? 0.0F : max) + __builtin_logf(sum);
 }
 
-// One work item: a chunk of the page list of one row and kv head.
+// A chunk of the page list of one row, for a run of kv heads that share the list: a work item of each head.
 struct Chunk {
   int64_t row_idx;
-  int64_t head;
-  int64_t row_head;
+  int64_t first_head;
+  int64_t num_heads;
   int64_t index;  // of the chunk within its list
   int64_t num_pages;
   ChunkPage pages[kChunkPages];
@@ -84,22 +51,34 @@ int64_t list_length(const core::AttendPagesParams& params, int64_t row_head, con
                                         : row.num_visible_pages(params.page_size);
 }
 
-// Heads come before chunks: the blocks of a page's heads are neighbours in memory, so what the hardware reads
-// past the end of one is the beginning of the next item's.
-void find_chunk(const core::AttendPagesParams& params, int64_t item, Chunk& chunk) {
+int64_t num_head_blocks(const core::AttendPagesParams& params) {
+  return (params.group_size + kHeadBlock - 1) / kHeadBlock;
+}
+
+// The chunk of `item`, with as many of the items before `end` as are worked on at once.
+// Heads come before chunks: the blocks of a page's heads are neighbours in memory, so dense attention to
+// pages in their order reads memory from end to end.
+void find_chunk(const core::AttendPagesParams& params, int64_t item, int64_t end, Chunk& chunk) {
   const int64_t page_size = params.page_size;
-  chunk.head = item % params.num_kv_heads;
+  chunk.first_head = item % params.num_kv_heads;
   chunk.index = item / params.num_kv_heads % params.max_chunks;
   chunk.row_idx = item / (params.num_kv_heads * params.max_chunks);
-  chunk.row_head = chunk.row_idx * params.num_kv_heads + chunk.head;
+  chunk.num_heads = 1;
+  if (params.selected_pages == nullptr) {
+    const auto smaller = [](int64_t a, int64_t b) { return a < b ? a : b; };
+    const int64_t at_once = kMaxStreams / num_head_blocks(params);
+    const int64_t left = smaller(end - item, params.num_kv_heads - chunk.first_head);
+    if (at_once > 1) chunk.num_heads = smaller(at_once, left);
+  }
+  const int64_t row_head = chunk.row_idx * params.num_kv_heads + chunk.first_head;
   const core::Row& row = params.rows[chunk.row_idx];
   const int64_t list_begin = chunk.index * kChunkPages;
-  const int64_t rest = list_length(params, chunk.row_head, row) - list_begin;
+  const int64_t rest = list_length(params, row_head, row) - list_begin;
   chunk.num_pages = rest < kChunkPages ? (rest > 0 ? rest : 0) : kChunkPages;
   for (int64_t i = 0; i < chunk.num_pages; ++i) {
     const int64_t entry = list_begin + i;
     const int64_t logical = params.selected_pages != nullptr
-                                ? params.selected_pages[chunk.row_head * params.list_width + entry]
+                                ? params.selected_pages[row_head * params.list_width + entry]
                                 : row.first_page(page_size) + entry;
     const int64_t first = row.first_token - logical * page_size;
     const int64_t last = row.num_tokens - logical * page_size;
@@ -113,97 +92,142 @@ float* partial_of(const core::AttendPagesParams& params, int64_t row_head, int64
   return params.partials + (row_head * params.max_chunks + chunk) * params.group_size * (params.head_dim + 2);
 }
 
-// The query heads of a group are taken kHeadBlock at a time to bound the logits on the stack; the pages of
-// a chunk then come from the cache for every block but the first.
-// int8 pages are multiplied in integers, by queries and probabilities rounded to 16 bits (int8_page.h).
+// The blocks of a chunk in the order they are read, and on into the next chunk's keys; then the last one for
+// ever.
 template <typename T>
-void attend_chunk(const core::AttendPagesParams& params, const Chunk& chunk, const Chunk& next_chunk) {
-  constexpr bool kInt8 = std::is_same_v<T, int8_t>;
-  const ChunkPage* pages = chunk.pages;
-  const int64_t num_pages = chunk.num_pages;
-  const auto keys_of = [&](const Chunk& of, int64_t i) {
-    return Block<T>(params.k_pages, of.pages[i].page_id, of.head);
-  };
-  const auto values_of = [&](int64_t i) { return Block<T>(params.v_pages, pages[i].page_id, chunk.head); };
-  // Blocks in the order they are read: the chunk's keys, its values, the next chunk's keys. Channel-major or
-  // not, a page's keys take as many bytes as its values.
-  const auto prefetched_at = [&](int64_t block) {
-    block += kPrefetchBlocks;
-    if (block < num_pages) return keys_of(chunk, block);
-    block -= num_pages;
-    if (block < num_pages) return values_of(block);
-    block -= num_pages;
-    return block < next_chunk.num_pages ? keys_of(next_chunk, block) : values_of(num_pages - 1);
-  };
+class BlockOrder {
+ public:
+  BlockOrder(const core::AttendPagesParams& params, const Chunk& chunk, const Chunk& next_chunk, int64_t skip)
+      : params_(params), chunk_(&chunk), next_chunk_(next_chunk), pool_(&params.k_pages) {
+    for (int64_t i = 0; i < skip; ++i) step();
+  }
+
+  Block<T> next() {
+    const Block<T> block(*pool_, chunk_->pages[page_].page_id, chunk_->first_head + head_);
+    step();
+    return block;
+  }
+
+ private:
+  void step() {
+    if (++head_ < chunk_->num_heads) return;
+    head_ = 0;
+    if (++page_ < chunk_->num_pages) return;
+    page_ = 0;
+    if (pool_ == &params_.k_pages) {
+      pool_ = &params_.v_pages;
+    } else if (chunk_ != &next_chunk_ && next_chunk_.num_pages > 0) {
+      pool_ = &params_.k_pages;
+      chunk_ = &next_chunk_;
+    } else {
+      page_ = chunk_->num_pages - 1;
+      head_ = chunk_->num_heads - 1;
+    }
+  }
+
+  const core::AttendPagesParams& params_;
+  const Chunk* chunk_;
+  const Chunk& next_chunk_;
+  const core::PagePoolView* pool_;
+  int64_t page_ = 0;
+  int64_t head_ = 0;
+};
+
+// Query heads of one kv head, kHeadBlock of them at most, on their way through a chunk.
+template <typename Products>
+struct Stream {
+  int64_t first_query;  // of the row's query heads
+  int64_t num_queries;
+  float* acc;  // [num_queries, head_dim] of the partial result
+  float* maxima;
+  float* sums;
+  Products products;
+  alignas(64) float logits[kHeadBlock * kMaxChunkTokens];  // [num_queries, num_pages, slots]
+};
+
+// `num_blocks` head blocks of each kv head of a chunk, from `first_block` on. All of them go through a page
+// before the next one, so that a page comes from memory once.
+template <typename Products>
+void attend_chunk(const core::AttendPagesParams& params, const Chunk& chunk, const Chunk& next_chunk,
+                  int64_t first_block, int64_t num_blocks) {
+  using T = typename Products::Element;
   const int64_t head_dim = params.head_dim;
   const int64_t slots = round_up(params.page_size);
-  const int64_t stride = num_pages * slots;
-  alignas(64) float q[kHeadBlock * core::kMaxHeadDim];
-  QueryCodes q_codes;
-  alignas(64) float logits[kHeadBlock * kMaxChunkTokens];
+  const int64_t stride = chunk.num_pages * slots;
+  // Channel-major or not, a page's keys take as many bytes as its values.
+  const int64_t bytes = params.page_size * head_dim * static_cast<int64_t>(sizeof(T));
+  const int64_t block_bytes = bytes < kMinBlockBytes ? kMinBlockBytes : bytes;
+  const int64_t blocks_ahead = block_bytes >= kAheadBytes ? 1 : kAheadBytes / block_bytes;
+  BlockOrder<T> blocks(params, chunk, next_chunk, 0);
+  BlockOrder<T> soon(params, chunk, next_chunk, blocks_ahead);
+  BlockOrder<T> later(params, chunk, next_chunk, 2 * blocks_ahead);
   float scratch[core::kMaxPageSize];
-  float* acc = partial_of(params, chunk.row_head, chunk.index);
-  float* maxima = acc + params.group_size * head_dim;
-  float* sums = maxima + params.group_size;
+  Stream<Products> streams[kMaxStreams];
+  const int64_t num_streams = chunk.num_heads * num_blocks;
 
-  for_each_head_block(params.group_size, [&](int64_t g0, auto heads) {
+  // f(stream, number of its queries as a constant) for streams [begin, end).
+  const auto for_streams = [&](int64_t begin, int64_t end, const auto& f) {
+    for (int64_t i = begin; i < end; ++i) {
+      with_num_heads(streams[i].num_queries, [&](auto heads) { f(streams[i], heads); });
+    }
+  };
+  // f(page index, block, blocks to come, stream, number of its queries) for every page and stream.
+  const auto for_blocks = [&](const auto& f) {
+    for (int64_t i = 0; i < chunk.num_pages; ++i) {
+      for (int64_t begin = 0; begin < num_streams; begin += num_blocks) {
+        const Block<T> block = blocks.next();
+        const Next<T> next = {soon.next(), later.next()};
+        for_streams(begin, begin + num_blocks,
+                    [&](Stream<Products>& stream, auto heads) { f(i, block, next, stream, heads); });
+      }
+    }
+  };
+
+  for (int64_t i = 0; i < num_streams; ++i) {
+    const int64_t head = chunk.first_head + i / num_blocks;
+    const int64_t in_group = (first_block + i % num_blocks) * kHeadBlock;
+    const int64_t rest = params.group_size - in_group;
+    float* partial = partial_of(params, chunk.row_idx * params.num_kv_heads + head, chunk.index);
+    Stream<Products>& stream = streams[i];
+    stream.first_query = head * params.group_size + in_group;
+    stream.num_queries = rest < kHeadBlock ? rest : kHeadBlock;
+    stream.acc = partial + in_group * head_dim;
+    stream.maxima = partial + params.group_size * head_dim + in_group;
+    stream.sums = stream.maxima + params.group_size;
+  }
+  for_streams(0, num_streams, [&](Stream<Products>& stream, auto heads) {
+    stream.products.template load_queries<decltype(heads)::value>(params, chunk.row_idx, stream.first_query);
+  });
+  for_blocks([&](int64_t i, Block<T> keys, Next<T> next, Stream<Products>& stream, auto heads) {
     constexpr int kHeads = decltype(heads)::value;
+    const ChunkPage& page = chunk.pages[i];
+    float* page_begin = stream.logits + i * slots;
+    stream.products.template logits<kHeads>(params, keys, next, page_begin, stride);
     for (int g = 0; g < kHeads; ++g) {
-      const int64_t query_head = chunk.head * params.group_size + g0 + g;
-      load_query(params.q, chunk.row_idx, query_head, head_dim, params.sm_scale, q + g * head_dim);
-    }
-    if constexpr (kInt8) q_codes.template round<kHeads>(q, head_dim);
-    for (int64_t i = 0; i < num_pages; ++i) {
-      const ChunkPage& page = pages[i];
-      float* page_begin = logits + i * slots;
-      const Block<T> keys = keys_of(chunk, i);
-      const Block<T> next = prefetched_at(i);
-      if constexpr (kInt8) {
-        prefetch(next.scales);
-        int8_logits<kHeads>(q_codes, params.k_pages, keys.data, keys.scales, next.data, params.page_size,
-                            head_dim, page_begin, stride);
-      } else {
-        page_logits<kHeads>(q, params.k_pages, keys.data, next.data, params.page_size, head_dim, page_begin,
-                            stride);
-      }
-      for (int g = 0; g < kHeads; ++g) {
-        float* page_logit = page_begin + g * stride;
-        for (int64_t t = 0; t < page.first_slot; ++t) page_logit[t] = kMinusInfinity;
-        for (int64_t t = page.end_slot; t < slots; ++t) page_logit[t] = kMinusInfinity;
-        if (params.page_lse != nullptr) {
-          const int64_t query_head = chunk.row_head * params.group_size + g0 + g;
-          params.page_lse[query_head * params.list_width + chunk.index * kChunkPages + i] =
-              log_sum_exp(page_logit, slots, scratch);
-        }
+      float* page_logit = page_begin + g * stride;
+      for (int64_t t = 0; t < page.first_slot; ++t) page_logit[t] = kMinusInfinity;
+      for (int64_t t = page.end_slot; t < slots; ++t) page_logit[t] = kMinusInfinity;
+      if (params.page_lse != nullptr) {
+        const int64_t query_head =
+            chunk.row_idx * params.num_kv_heads * params.group_size + stream.first_query + g;
+        params.page_lse[query_head * params.list_width + chunk.index * kChunkPages + i] =
+            log_sum_exp(page_logit, slots, scratch);
       }
     }
-    for (int g = 0; g < kHeads; ++g) {
-      maxima[g0 + g] = maximum(logits + g * stride, stride);
-      sums[g0 + g] = softmax_numerators(logits + g * stride, stride, maxima[g0 + g]);
-    }
-    float* block_acc = acc + g0 * head_dim;
-    __builtin_memset(block_acc, 0, static_cast<size_t>(kHeads * head_dim) * sizeof(float));
-    for (int64_t i = 0; i < num_pages; ++i) {
-      const ChunkPage& page = pages[i];
-      const Block<T> values = values_of(i);
-      const Block<T> next = prefetched_at(num_pages + i);
-      if constexpr (kInt8) {
-        prefetch(next.scales);
-        accumulate_int8_values<kHeads>(logits + i * slots, stride, values.data, next.data,
-                                       params.v_pages.token_stride, values.scales, page.first_slot,
-                                       page.end_slot, params.page_size, head_dim, block_acc);
-      } else {
-        accumulate_values<kHeads>(logits + i * slots, stride, values.data, next.data,
-                                  params.v_pages.token_stride, page.first_slot, page.end_slot, head_dim,
-                                  block_acc);
-      }
-    }
-    for (int g = 0; g < kHeads; ++g) {
-      if constexpr (kInt8) {
-        restore_int8_channels(block_acc + g * head_dim, head_dim);
-      } else {
-        restore_channels<T>(block_acc + g * head_dim, head_dim);
-      }
+  });
+  for_streams(0, num_streams, [&](Stream<Products>& stream, auto heads) {
+    constexpr int kHeads = decltype(heads)::value;
+    stream.products.template take_weights<kHeads>(stream.logits, stride, stream.maxima, stream.sums);
+    __builtin_memset(stream.acc, 0, static_cast<size_t>(kHeads * head_dim) * sizeof(float));
+  });
+  for_blocks([&](int64_t i, Block<T> values, Next<T> next, Stream<Products>& stream, auto heads) {
+    const ChunkPage& page = chunk.pages[i];
+    stream.products.template add_values<decltype(heads)::value>(params, values, next, i * slots, stride,
+                                                                page.first_slot, page.end_slot, stream.acc);
+  });
+  for_streams(0, num_streams, [&](Stream<Products>& stream, auto heads) {
+    for (int g = 0; g < decltype(heads)::value; ++g) {
+      stream.products.finish(g, stream.acc + g * head_dim, head_dim);
     }
   });
 }
@@ -257,26 +281,33 @@ bool finishes_list(const core::AttendPagesParams& params, int64_t row_head, int6
 
 void attend_pages(const core::AttendPagesParams& params, int64_t begin, int64_t end) {
   Chunk chunks[2];
-  find_chunk(params, begin, chunks[begin % 2]);
-  for (int64_t item = begin; item < end; ++item) {
-    const Chunk& chunk = chunks[item % 2];
-    Chunk& next_chunk = chunks[(item + 1) % 2];
-    if (item + 1 < end) {
-      find_chunk(params, item + 1, next_chunk);
+  find_chunk(params, begin, end, chunks[0]);
+  for (int64_t item = begin, next_item, turn = 0; item < end; item = next_item, turn ^= 1) {
+    const Chunk* chunk = &chunks[turn];
+    Chunk* next_chunk = &chunks[turn ^ 1];
+    next_item = item + chunk->num_heads;
+    if (next_item < end) {
+      find_chunk(params, next_item, end, *next_chunk);
     } else {
-      next_chunk.num_pages = 0;
+      next_chunk->num_pages = 0;
     }
-    if (chunk.num_pages > 0) {
-      dispatch_page_element(params.k_pages.type, [&](auto* tag) {
-        attend_chunk<std::remove_pointer_t<decltype(tag)>>(params, chunk, next_chunk);
+    if (chunk->num_pages > 0) {
+      dispatch_products(params, [&](auto* tag) {
+        const int64_t num_blocks = num_head_blocks(params);
+        for (int64_t first = 0; first < num_blocks; first += kMaxStreams) {
+          const int64_t rest = num_blocks - first;
+          attend_chunk<std::remove_pointer_t<decltype(tag)>>(params, *chunk, *next_chunk, first,
+                                                             rest < kMaxStreams ? rest : kMaxStreams);
+        }
       });
-    } else if (chunk.index > 0) {
+    } else if (chunk->index > 0) {
       continue;
     }
-    const int64_t num_pages = list_length(params, chunk.row_head, params.rows[chunk.row_idx]);
-    const int64_t num_chunks = (num_pages + kChunkPages - 1) / kChunkPages;
-    if (finishes_list(params, chunk.row_head, num_chunks)) {
-      merge_chunks(params, chunk.row_head, num_chunks);
+    for (int64_t head = chunk->first_head; head < chunk->first_head + chunk->num_heads; ++head) {
+      const int64_t row_head = chunk->row_idx * params.num_kv_heads + head;
+      const int64_t num_pages = list_length(params, row_head, params.rows[chunk->row_idx]);
+      const int64_t num_chunks = (num_pages + kChunkPages - 1) / kChunkPages;
+      if (finishes_list(params, row_head, num_chunks)) merge_chunks(params, row_head, num_chunks);
     }
   }
 }

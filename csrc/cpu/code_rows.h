@@ -9,9 +9,9 @@
 namespace tinyserve::cpu::TINYSERVE_TARGET {
 namespace {
 
-// Where the tile lies that comes next, so that each of its cache lines is asked for once.
+// Where the tiles to come lie, so that each of their cache lines is asked for once.
 struct NextLines {
-  const int8_t* line;
+  Ahead<int8_t> line;
   int64_t step;  // from one to the next
 };
 

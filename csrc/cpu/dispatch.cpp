@@ -16,14 +16,18 @@ struct Target {
   bool (*runs_here)();
 };
 
+#if defined(__x86_64__)
+bool runs_avx512vnni() {
+  return __builtin_cpu_supports("x86-64-v4") != 0 && __builtin_cpu_supports("avx512vnni") != 0 &&
+         __builtin_cpu_supports("avx512vbmi") != 0;
+}
+#endif
+
 // Best first.
 const Target kTargets[] = {
 #if defined(__x86_64__)
-    {&avx512vnni::kKernels,
-     [] {
-       return __builtin_cpu_supports("x86-64-v4") != 0 && __builtin_cpu_supports("avx512vnni") != 0 &&
-              __builtin_cpu_supports("avx512vbmi") != 0;
-     }},
+    {&avx512bf16::kKernels, [] { return runs_avx512vnni() && __builtin_cpu_supports("avx512bf16") != 0; }},
+    {&avx512vnni::kKernels, runs_avx512vnni},
     {&avx512::kKernels, [] { return __builtin_cpu_supports("x86-64-v4") != 0; }},
     {&avx2::kKernels, [] { return __builtin_cpu_supports("x86-64-v3") != 0; }},
 #endif

@@ -71,7 +71,7 @@ inline F32x8 load_scales(const float* scales, int64_t t, int64_t page_size) {
 
 // logits[g * stride + t] = scales[t] * dot(q_g, k_t) for every token of a page.
 template <int kHeads>
-inline void int8_channel_major_logits(const QueryCodes& q, const int8_t* keys, const int8_t* next,
+inline void int8_channel_major_logits(const QueryCodes& q, const int8_t* keys, Ahead<int8_t> next,
                                       int64_t channel_stride, const float* scales, int64_t page_size,
                                       int64_t head_dim, float* logits, int64_t stride) {
   for (int64_t t = 0; t < page_size; t += kWideLanes) {
@@ -111,7 +111,7 @@ inline void int8_token_major_logits(const QueryCodes& q, const int8_t* keys, int
 
 template <int kHeads>
 inline void int8_logits(const QueryCodes& q, const core::PagePoolView& pool, const int8_t* keys,
-                        const float* scales, const int8_t* next, int64_t page_size, int64_t head_dim,
+                        const float* scales, Ahead<int8_t> next, int64_t page_size, int64_t head_dim,
                         float* logits, int64_t stride) {
   if (pool.channel_major()) {
     int8_channel_major_logits<kHeads>(q, keys, next, pool.channel_stride, scales, page_size, head_dim, logits,
@@ -126,7 +126,7 @@ inline void int8_logits(const QueryCodes& q, const core::PagePoolView& pool, con
 // restore_int8_channels().
 template <int kHeads>
 inline void accumulate_int8_values(const float* probabilities, int64_t stride, const int8_t* values,
-                                   const int8_t* next, int64_t token_stride, const float* scales,
+                                   Ahead<int8_t> next, int64_t token_stride, const float* scales,
                                    int64_t first_slot, int64_t end_slot, int64_t page_size, int64_t head_dim,
                                    float* acc) {
   alignas(64) float weights[kHeads][core::kMaxPageSize];

@@ -42,5 +42,8 @@ extern const KernelTable kKernels;
 namespace avx512vnni {
 extern const KernelTable kKernels;
 }
+namespace avx512bf16 {
+extern const KernelTable kKernels;
+}
 
 }  // namespace tinyserve::cpu

@@ -123,7 +123,7 @@ void attend_tile(const core::PrefillAttentionParams& params, const core::Prefill
   if (first.begin >= last.end) return;
 
   const int64_t num_slots = round_up(last.end);
-  channel_major_logits<kHeads>(state.q + query * head_dim, tile.k, tile.k, kTile, num_slots, head_dim,
+  channel_major_logits<kHeads>(state.q + query * head_dim, tile.k, NothingAhead{}, kTile, num_slots, head_dim,
                                state.logits, kTile);
   for (int g = 0; g < kHeads; ++g) {
     float* logits = state.logits + g * kTile;
@@ -148,15 +148,15 @@ void attend_tile(const core::PrefillAttentionParams& params, const core::Prefill
   float* acc = state.acc + query * head_dim;
   const bool share = last.begin < first.end;
   if (share) {
-    accumulate_values<kHeads>(state.logits, kTile, tile.v, tile.v, head_dim, last.begin, first.end, head_dim,
-                              acc);
+    accumulate_values<kHeads>(state.logits, kTile, tile.v, NothingAhead{}, head_dim, last.begin, first.end,
+                              head_dim, acc);
   }
   if (first.begin == last.begin && first.end == last.end) return;
   for (int g = 0; g < kHeads; ++g) {
     const SlotRange seen = seen_slots(params, block, query + g, tile_begin, num_tokens);
     const auto add = [&](int64_t begin, int64_t end) {
-      accumulate_values<1>(state.logits + g * kTile, kTile, tile.v, tile.v, head_dim, begin, end, head_dim,
-                           acc + g * head_dim);
+      accumulate_values<1>(state.logits + g * kTile, kTile, tile.v, NothingAhead{}, head_dim, begin, end,
+                           head_dim, acc + g * head_dim);
     };
     add(seen.begin, share ? last.begin : seen.end);
     if (share) add(first.end, seen.end);

@@ -23,17 +23,36 @@ inline void load_query(const core::PackedView& queries, int64_t row, int64_t hea
   for (int64_t d = 0; d < head_dim; d += kLanes) store(q + d, load(q + d) * splat(sm_scale));
 }
 
-// The tile that comes next is asked for element by element as the current one is read: a burst of prefetches
-// would hold up the loads, and the hardware does not look past a 4 KiB page. A wrong address does no harm.
+// Memory that will be read soon and a little later, asked for element by element in step with what is read
+// now: a burst of prefetches would hold up the loads, and the hardware does not look past a 4 KiB page. Into
+// the second-level cache, because the first level has few buffers for what is under way (24 on Zen 4); and
+// twice, because a prefetch that finds no buffer is dropped. A wrong address does no harm.
 template <typename T>
-inline void prefetch(const T* address) {
-  __builtin_prefetch(address);
+struct Ahead {
+  const T* soon;
+  const T* later;
+
+  Ahead operator+(int64_t n) const { return {soon + n, later + n}; }
+  void operator+=(int64_t n) { *this = *this + n; }
+};
+
+// Where nothing is read ahead.
+struct NothingAhead {
+  NothingAhead operator+(int64_t) const { return {}; }
+  void operator+=(int64_t) {}
+};
+
+template <typename T>
+inline void prefetch(Ahead<T> ahead) {
+  __builtin_prefetch(ahead.soon, 0, 2);
+  __builtin_prefetch(ahead.later, 0, 2);
 }
+inline void prefetch(NothingAhead) {}
 
 // logits[g * stride + t] = dot(q_g, k_t) for sixteen tokens. Few heads give few independent sums, too few to
 // hide the latency of a multiply-add: then several channels are summed apart (head_dim is a multiple of 8).
-template <int kHeads, typename T>
-[[gnu::always_inline]] inline void sixteen_token_logits(const float* q, const T* keys, const T* next,
+template <int kHeads, typename T, typename Next>
+[[gnu::always_inline]] inline void sixteen_token_logits(const float* q, const T* keys, Next next,
                                                         int64_t channel_stride, int64_t head_dim,
                                                         float* logits, int64_t stride) {
   constexpr int kDepth = (kHeads == 1 ? 4 : (kHeads <= 3 ? 2 : 1)) * (kWideRegisters ? 2 : 1);
@@ -70,10 +89,10 @@ inline void last_token_logits(const float* q, const T* keys, int64_t channel_str
   for (int g = 0; g < kHeads; ++g) store(logits + g * stride, sum[g]);
 }
 
-// logits[g * stride + t] = dot(q_g, k_t) for every token of a channel-major tile; `next` is a tile of the
-// same shape that will be read soon.
-template <int kHeads, typename T>
-inline void channel_major_logits(const float* q, const T* keys, const T* next, int64_t channel_stride,
+// logits[g * stride + t] = dot(q_g, k_t) for every token of a channel-major tile; `next` are tiles of the
+// same shape to come.
+template <int kHeads, typename T, typename Next>
+inline void channel_major_logits(const float* q, const T* keys, Next next, int64_t channel_stride,
                                  int64_t num_tokens, int64_t head_dim, float* logits, int64_t stride) {
   int64_t t = 0;
   for (; t + 2 * kLanes <= num_tokens; t += 2 * kLanes) {
@@ -87,9 +106,9 @@ inline void channel_major_logits(const float* q, const T* keys, const T* next, i
 // acc[g] += sum over the slots [first_slot, end_slot) of probabilities[g] * v, for kBlocks * 16 channels.
 // `acc` is in the lane order of T. Three heads alone leave too few independent sums: then two tokens are
 // summed apart.
-template <int kHeads, int kBlocks, typename T>
+template <int kHeads, int kBlocks, typename T, typename Next>
 [[gnu::always_inline]] inline void accumulate_channels(const float* probabilities, int64_t stride,
-                                                       const T* values, const T* next, int64_t token_stride,
+                                                       const T* values, Next next, int64_t token_stride,
                                                        int64_t first_slot, int64_t end_slot, int64_t head_dim,
                                                        float* acc) {
   constexpr int kDepth = kHeads * kBlocks == 3 ? 2 : 1;
@@ -126,9 +145,9 @@ template <int kHeads, int kBlocks, typename T>
 }
 
 // acc[g] += sum over the slots [first_slot, end_slot) of probabilities[g] * v. `acc` is in the lane order of
-// T until restore_channels(); `next` is a tile of the same shape that will be read soon.
-template <int kHeads, typename T>
-inline void accumulate_values(const float* probabilities, int64_t stride, const T* values, const T* next,
+// T until restore_channels(); `next` are tiles of the same shape to come.
+template <int kHeads, typename T, typename Next>
+inline void accumulate_values(const float* probabilities, int64_t stride, const T* values, Next next,
                               int64_t token_stride, int64_t first_slot, int64_t end_slot, int64_t head_dim,
                               float* acc) {
   constexpr int kBlocks = (kHeads == 1 ? 2 : 1) * (kHeads <= 2 ? 2 : 1) * (kWideRegisters ? 4 : 1);
@@ -182,24 +201,27 @@ inline float maximum(const float* logits, int64_t n) {
   return horizontal_maximum(max);
 }
 
-// Calls f with the number of heads as a compile-time constant, for kHeadBlock heads at a time.
+// Calls f with n, from 1 to kHeadBlock, as a compile-time constant.
+template <typename F>
+inline void with_num_heads(int64_t n, const F& f) {
+  switch (n) {
+    case 1:
+      return f(std::integral_constant<int, 1>{});
+    case 2:
+      return f(std::integral_constant<int, 2>{});
+    case 3:
+      return f(std::integral_constant<int, 3>{});
+    default:
+      return f(std::integral_constant<int, 4>{});
+  }
+}
+
+// Calls f with the first of kHeadBlock heads at a time, and how many they are as a compile-time constant.
 template <typename F>
 inline void for_each_head_block(int64_t group_size, const F& f) {
   for (int64_t g = 0; g < group_size; g += kHeadBlock) {
-    switch (group_size - g < kHeadBlock ? group_size - g : kHeadBlock) {
-      case 1:
-        f(g, std::integral_constant<int, 1>{});
-        break;
-      case 2:
-        f(g, std::integral_constant<int, 2>{});
-        break;
-      case 3:
-        f(g, std::integral_constant<int, 3>{});
-        break;
-      default:
-        f(g, std::integral_constant<int, 4>{});
-        break;
-    }
+    with_num_heads(group_size - g < kHeadBlock ? group_size - g : kHeadBlock,
+                   [&](auto heads) { f(g, heads); });
   }
 }
 

@@ -24,7 +24,7 @@ static uint64_t read_segment(const char* data, int64_t num_bytes, const char* ne
   const char* end = data + num_bytes / 256 * 256;
   for (int64_t offset = 0; data < end; data += 256, offset += 256) {
     if (offset < next_bytes)
-      for (int line = 0; line < 256; line += 64) __builtin_prefetch(next + offset + line, 0, 3);
+      for (int line = 0; line < 256; line += 64) __builtin_prefetch(next + offset + line, 0, 2);
     const words* block = (const words*)data;
     for (int i = 0; i < 8; ++i) sums[i] += block[i];
   }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <numeric>
+#include <string_view>
 #include <vector>
 
 #include "core/limits.h"
@@ -50,7 +51,22 @@ struct ExpectedAttention {
   // and its probability by twice that, and the probabilities of a page likewise. 0 for other pages.
   double out_rounding = 0.0;
   double lse_rounding = 0.0;
+  double value_max = 0.0;  // the largest magnitude that a row sees
 };
+
+// Whether decode rounds the probabilities of this problem to bf16.
+inline bool rounds_probabilities(const KernelTable& kernels, const PagedProblem& problem) {
+  return std::string_view(kernels.target) == "avx512bf16" && problem.shape.type == ElementType::kBFloat16 &&
+         problem.q.type == ElementType::kBFloat16;
+}
+
+// What decode may be off by on this target beyond fp32 rounding. A probability is off by at most 2^-9 of
+// itself and their sum is right, so the output moves by at most 2^-9 of the values' mean distance from it.
+inline double decode_rounding(const ExpectedAttention& expected, const KernelTable& kernels,
+                              const PagedProblem& problem) {
+  return expected.out_rounding +
+         (rounds_probabilities(kernels, problem) ? 0x1.02p-9 * expected.value_max : 0.0);
+}
 
 inline double largest_magnitude(const std::vector<double>& values) {
   double largest = 0.0;
@@ -93,6 +109,7 @@ inline ExpectedAttention expected_attention(const PagedProblem& problem, const P
         if (entry < page_sums.size()) page_sums[entry++] = page_sum;
         sum += page_sum;
       }
+      expected.value_max = std::max(expected.value_max, value_max);
       if (shape.type == ElementType::kInt8) {
         const double logit = 0x1p-16 * shape.sm_scale() * largest_magnitude(q) * key_sum;
         expected.lse_rounding = std::max(expected.lse_rounding, logit);

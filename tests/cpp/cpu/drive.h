@@ -54,7 +54,7 @@ void run(Kernel<Params> kernel, const std::type_identity_t<Params>& params, int6
 // The kernels of every CPU target that this machine runs.
 inline std::vector<const KernelTable*> targets() {
   std::vector<const KernelTable*> found;
-  for (const char* name : {"scalar", "avx2", "avx512", "avx512vnni"}) {
+  for (const char* name : {"scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"}) {
     if (const KernelTable* table = kernels_of(name)) found.push_back(table);
   }
   return found;

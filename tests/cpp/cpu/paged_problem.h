@@ -156,6 +156,13 @@ class PagedProblem {
         guard_ + offset(k_pages, page_tables[s][token / shape.page_size], head, token % shape.page_size, d),
         x);
   }
+  // Not for int8 pages.
+  void set_value(int64_t s, int64_t head, int64_t token, int64_t d, double x) {
+    values_[s].numbers[(head * sequences[s].length + token) * shape.head_dim + d] = static_cast<float>(x);
+    v_storage_.set(
+        guard_ + offset(v_pages, page_tables[s][token / shape.page_size], head, token % shape.page_size, d),
+        x);
+  }
   // Replaces a key vector; in int8 pages by the nearest one of its scale, largest magnitude / 127. One that
   // is not finite becomes NaN there.
   void set_key_row(int64_t s, int64_t head, int64_t token, const std::vector<double>& row) {

@@ -35,3 +35,6 @@ extern const testing::SimdSubject kSimdSubject;
 namespace tinyserve::cpu::avx512vnni {
 extern const testing::SimdSubject kSimdSubject;
 }
+namespace tinyserve::cpu::avx512bf16 {
+extern const testing::SimdSubject kSimdSubject;
+}

@@ -36,6 +36,7 @@ std::vector<Subject> subjects() {
     if (name == "avx2") found.push_back({name, &avx2::kSimdSubject});
     if (name == "avx512") found.push_back({name, &avx512::kSimdSubject});
     if (name == "avx512vnni") found.push_back({name, &avx512vnni::kSimdSubject});
+    if (name == "avx512bf16") found.push_back({name, &avx512bf16::kSimdSubject});
 #endif
   }
   return found;
