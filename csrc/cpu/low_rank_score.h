@@ -14,7 +14,7 @@
 #include "cpu/lanes_of_heads.h"
 #include "cpu/log_exp.h"
 #include "cpu/simd.h"
-#include "cpu/summary_chunk.h"
+#include "cpu/summary_rows.h"
 
 namespace tinyserve::cpu::TINYSERVE_TARGET {
 namespace {
@@ -72,7 +72,7 @@ inline F32x4 dot_mean(const LowRankQueries& queries, const int8_t* codes, int64_
   // The last 16 codes may be basis bytes in part, where the query is 0.
   for (int64_t d = 0; d < head_dim; d += kWideLanes) {
     const I16x16 mean = load_wide(codes + d);
-    for (int h = 0; h < kHeads; ++h) sum[h] += dot_pairs(mean, load_wide(queries.in_order[h] + d));
+    for (int h = 0; h < kHeads; ++h) sum[h] = add_dot_pairs(sum[h], mean, load_wide(queries.in_order[h] + d));
   }
   return __builtin_convertvector(sum_heads<kHeads>(sum), F32x4);
 }
@@ -89,7 +89,8 @@ inline void dot_basis(const LowRankQueries& queries, const uint8_t* basis, int64
       const I16x16 high = reinterpret_cast<I16x16>(bytes >> 4);
       for (int h = 0; h < kHeads; ++h) {
         const int16_t* q = queries.basis_order[h] + 2 * byte;
-        sum[v][h] += dot_pairs(low, load_wide(q)) + dot_pairs(high, load_wide(q + kWideLanes));
+        sum[v][h] =
+            add_dot_pairs(add_dot_pairs(sum[v][h], low, load_wide(q)), high, load_wide(q + kWideLanes));
       }
     }
   }
@@ -109,9 +110,10 @@ struct PageLogits {
   F32x8 logits[core::kMaxPageSize / kLanes][kScoreHeads];  // without the shift
 };
 
-template <int kHeads>
-inline void read_sketch(const LowRankQueries& queries, const uint8_t* summary, int rank, int64_t head_dim,
+template <int kHeads, int kRank>
+inline void read_sketch(const LowRankQueries& queries, const uint8_t* summary, int any_rank, int64_t head_dim,
                         const core::LowRankLayout& layout, PageLogits& logits) {
+  const int rank = kRank == 0 ? any_rank : kRank;
   F32x4 dots[core::kMaxRank];
   int r = 0;
   for (; r + 2 <= rank; r += 2) {
@@ -188,58 +190,59 @@ inline void sum_exponentials(const PageLogits& page, int64_t page_size, float* s
   store4(sum, sum_heads<kHeads>(sums));
 }
 
-// kRank: 1, 2, or 0 for any. maxima, sums: [num_pages, kScoreHeads]; a page's score is ln 2 * maximum +
+// kRank: 0 for any. maxima, sums: [num_pages, kScoreHeads]; a page's score is ln 2 * maximum +
 // log(sum), or without the logarithm for TokenReduction::kMax, which has no sums.
 template <int kHeads, int kRank>
-inline void score_sketches(const SummaryChunk& chunk, const core::Scorer& scorer,
+inline void score_sketches(const SummaryBlock& block, const core::Scorer& scorer,
                            const LowRankQueries& queries, int64_t head_dim, int64_t page_size, float* maxima,
                            float* sums) {
   const core::LowRankLayout layout = scorer.low_rank_layout(head_dim, page_size);
   const int rank = kRank == 0 ? scorer.rank : kRank;
-  const bool log_sum_exp = scorer.token_reduction == core::TokenReduction::kLogSumExp;
-  // In three passes over a few pages: each step is a long chain of dependent operations for one page, which
+  // In three passes over the pages: each step is a long chain of dependent operations for one page, which
   // another page's chain can only overlap if it comes soon.
-  constexpr int64_t kPages = 8;
-  PageLogits pages[kPages];
-  for (int64_t first = 0; first < chunk.num_pages; first += kPages) {
-    const int64_t end = first + kPages < chunk.num_pages ? first + kPages : chunk.num_pages;
-    for_each_summary(chunk, first, end, [&](const uint8_t* summary, int64_t page) {
-      read_sketch<kHeads>(queries, summary, rank, head_dim, layout, pages[page - first]);
-    });
-    for (int64_t page = first; page < end; ++page) {
-      find_logits<kHeads, kRank>(chunk.row(page) + layout.coefficients, rank, layout.coefficient_bytes,
-                                 page_size, pages[page - first], maxima + page * kScoreHeads);
-    }
-    if (!log_sum_exp) continue;
-    for (int64_t page = first; page < end; ++page) {
-      sum_exponentials<kHeads>(pages[page - first], page_size, sums + page * kScoreHeads);
-    }
+  PageLogits pages[kScoreBlockPages];
+  block.for_each([&](const uint8_t* summary, int64_t page) {
+    read_sketch<kHeads, kRank>(queries, summary, rank, head_dim, layout, pages[page]);
+  });
+  for (int64_t page = 0; page < block.num_pages; ++page) {
+    find_logits<kHeads, kRank>(block.row(page) + layout.coefficients, rank, layout.coefficient_bytes,
+                               page_size, pages[page], maxima + page * kScoreHeads);
+  }
+  if (scorer.token_reduction != core::TokenReduction::kLogSumExp) return;
+  for (int64_t page = 0; page < block.num_pages; ++page) {
+    sum_exponentials<kHeads>(pages[page], page_size, sums + page * kScoreHeads);
   }
 }
 
 // scores: [num_pages rounded up to even, kScoreHeads]
 template <int kHeads>
-inline void score_low_rank(const SummaryChunk& chunk, const core::Scorer& scorer,
+inline void score_low_rank(const SummaryBlock& block, const core::Scorer& scorer,
                            const LowRankQueries& queries, int64_t head_dim, int64_t page_size,
                            float* scores) {
-  alignas(64) float sums[core::kScoreChunkPages * kScoreHeads];
-  const int64_t last = chunk.num_pages - 1 + chunk.num_pages % 2;  // two pages a vector
+  alignas(64) float sums[kScoreBlockPages * kScoreHeads];
+  const int64_t last = block.num_pages - 1 + block.num_pages % 2;  // two pages a vector
   store4(scores + last * kScoreHeads, splat4(0.0F));
   store4(sums + last * kScoreHeads, splat4(1.0F));
   switch (scorer.rank) {
     case 1:
-      score_sketches<kHeads, 1>(chunk, scorer, queries, head_dim, page_size, scores, sums);
+      score_sketches<kHeads, 1>(block, scorer, queries, head_dim, page_size, scores, sums);
       break;
     case 2:
-      score_sketches<kHeads, 2>(chunk, scorer, queries, head_dim, page_size, scores, sums);
+      score_sketches<kHeads, 2>(block, scorer, queries, head_dim, page_size, scores, sums);
+      break;
+    case 4:
+      score_sketches<kHeads, 4>(block, scorer, queries, head_dim, page_size, scores, sums);
+      break;
+    case 8:
+      score_sketches<kHeads, 8>(block, scorer, queries, head_dim, page_size, scores, sums);
       break;
     default:
-      score_sketches<kHeads, 0>(chunk, scorer, queries, head_dim, page_size, scores, sums);
+      score_sketches<kHeads, 0>(block, scorer, queries, head_dim, page_size, scores, sums);
       break;
   }
   const bool log_sum_exp = scorer.token_reduction == core::TokenReduction::kLogSumExp;
   const F32x8 infinity = splat(__builtin_inff());
-  for (int64_t i = 0; i < chunk.num_pages * kScoreHeads; i += kLanes) {
+  for (int64_t i = 0; i < block.num_pages * kScoreHeads; i += kLanes) {
     const F32x8 max = splat(kLn2) * load(scores + i);
     F32x8 score = max;
     if (log_sum_exp) score = select(max == infinity, max, max + log_positive(load(sums + i)));

@@ -8,7 +8,7 @@
 #include "core/params.h"
 #include "cpu/lanes_of_heads.h"
 #include "cpu/simd.h"
-#include "cpu/summary_chunk.h"
+#include "cpu/summary_rows.h"
 
 namespace tinyserve::cpu::TINYSERVE_TARGET {
 namespace {
@@ -76,11 +76,11 @@ inline F32x4 dot_vectors(const uint8_t* summary, const core::Scorer& scorer, con
 
 // scores: [num_pages, kScoreHeads]
 template <int kHeads>
-inline void score_vectors(const SummaryChunk& chunk, const core::Scorer& scorer, const float* features,
+inline void score_vectors(const SummaryBlock& block, const core::Scorer& scorer, const float* features,
                           int64_t head_dim, float* scores) {
   const auto score = [&](auto* tag) {
     using Code = std::remove_pointer_t<decltype(tag)>;
-    for_each_summary(chunk, 0, chunk.num_pages, [&](const uint8_t* summary, int64_t i) {
+    block.for_each([&](const uint8_t* summary, int64_t i) {
       store4(scores + i * kScoreHeads, dot_vectors<kHeads, Code>(summary, scorer, features, head_dim));
     });
   };

@@ -71,6 +71,36 @@ TEST_CASE("Scores follow the scorer's formula, open pages score inf, pages out o
   }
 }
 
+TEST_CASE("Scores of any number of query heads and kv heads follow the formula") {
+  // More than go through the pages at once: many kv heads, many query heads of each, and both.
+  struct Heads {
+    int64_t num_kv_heads;
+    int64_t group_size;
+  };
+  for (const auto& [num_kv_heads, group_size] : {Heads{35, 1}, Heads{1, 70}, Heads{7, 9}}) {
+    for (const int64_t head_dim : {8, 256}) {
+      const Shape shape{
+          .page_size = 6, .head_dim = head_dim, .group_size = group_size, .num_kv_heads = num_kv_heads};
+      const PagedProblem problem(shape, {{200}, {50}}, {{0, 199}, {1, 48}}, 7);
+      for (const char* name : {"bounds", "mean_std", "low_rank_4"}) {
+        const Scorer& scorer = *find_scorer(name);
+        for (const KernelTable* kernels : targets()) {
+          Summaries summaries = seal(*kernels, problem, scorer);
+          for (const GroupReduction reduction : kReductions) {
+            if (!exists(scorer, reduction)) continue;
+            CAPTURE(shape, num_kv_heads, name, kernels->target, static_cast<int>(reduction));
+            const std::vector<float> scores = score(*kernels, problem, summaries, reduction);
+            require_scores(scores, problem, summaries, reduction);
+            for (const Schedule& schedule : kOtherSchedules) {
+              require_same_bits(score(*kernels, problem, summaries, reduction, schedule), scores);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("A box score is no smaller than the logit of any key of its page") {
   for (const Shape& shape : covering_shapes(32)) {
     Shape plain = shape;
