@@ -54,18 +54,23 @@ struct ExpectedAttention {
   double value_max = 0.0;  // the largest magnitude that a row sees
 };
 
-// Whether decode rounds the probabilities of this problem to bf16.
+// Whether attention rounds the probabilities of this problem to bf16.
 inline bool rounds_probabilities(const KernelTable& kernels, const PagedProblem& problem) {
   return std::string_view(kernels.target) == "avx512bf16" && problem.shape.type == ElementType::kBFloat16 &&
          problem.q.type == ElementType::kBFloat16;
 }
 
-// What decode may be off by on this target beyond fp32 rounding. A probability is off by at most 2^-9 of
-// itself and their sum is right, so the output moves by at most 2^-9 of the values' mean distance from it.
+// What that may cost. A probability is off by at most 2^-9 of itself and their sum is right, so the output
+// moves by at most 2^-9 of the values' mean distance from it.
+inline double probability_rounding(const ExpectedAttention& expected, const KernelTable& kernels,
+                                   const PagedProblem& problem) {
+  return rounds_probabilities(kernels, problem) ? 0x1.02p-9 * expected.value_max : 0.0;
+}
+
+// What decode may be off by on this target beyond fp32 rounding.
 inline double decode_rounding(const ExpectedAttention& expected, const KernelTable& kernels,
                               const PagedProblem& problem) {
-  return expected.out_rounding +
-         (rounds_probabilities(kernels, problem) ? 0x1.02p-9 * expected.value_max : 0.0);
+  return expected.out_rounding + probability_rounding(expected, kernels, problem);
 }
 
 inline double largest_magnitude(const std::vector<double>& values) {
