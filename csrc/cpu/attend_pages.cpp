@@ -16,7 +16,7 @@ using core::kChunkPages;
 
 // How far ahead memory is asked for, the first time twice as far. Blocks (K or V of a page) below 1 KiB count
 // as 1 KiB.
-constexpr int64_t kAheadBytes = 8192;
+constexpr int64_t kAheadBytes = 16384;
 constexpr int64_t kMinBlockBytes = 1024;
 
 // Streams (see there) that a chunk is worked on with at once. Bounds what a worker keeps on its stack.
