@@ -10,8 +10,8 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import torch
-
 from emulation import find_library
+
 from tinyserve_ops.testing import (
     IMPLEMENTATION_NAMES,
     Implementation,
@@ -26,7 +26,9 @@ NAMES = [*IMPLEMENTATION_NAMES, "emulated", *(["cuda"] if torch.cuda.is_availabl
 def emulated() -> Implementation:
     library = find_library()
     if library is None:
-        pytest.skip("the CUDA ops over the emulator were not built (TINYSERVE_BUILD_TESTS, CUDA toolkit headers)")
+        pytest.skip(
+            "the CUDA ops over the emulator were not built (TINYSERVE_BUILD_TESTS, CUDA toolkit headers)"
+        )
     return emulated_implementation(library)
 
 

@@ -147,7 +147,8 @@ BAD: list[tuple[tuple[str, ...], str, str, Change]] = [
     (("merge_states",), "lses", "of another shape", lambda t: t[:1]),
 ]  # fmt: skip
 
-# Wrong only by what lengths, tables, lists and budgets hold. In CUDA nobody looks at that: test_unchecked_contents.py.
+# Wrong only by what lengths, tables, lists and budgets hold, which nobody looks at in CUDA
+# (test_unchecked_contents.py).
 BAD_CONTENTS: list[tuple[tuple[str, ...], str, str, Change]] = [
     (BATCHED, "cu_query_lens", "not from 0", lambda t: t + 1),
     (BATCHED, "cu_query_lens", "descending", to(int32(0, 5, 4))),

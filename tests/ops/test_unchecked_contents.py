@@ -1,6 +1,7 @@
-"""What the CUDA ops do with lengths, tables, lists and budgets that hold wrong numbers: the host cannot look at
-them, so nothing is refused, and nothing outside of the tensors is touched. On the emulator, and on a GPU if there
-is one."""
+"""What the CUDA ops do with lengths, tables, lists and budgets that hold wrong numbers.
+
+The host cannot look at them, so nothing is refused. On the emulator, and on a GPU if there is one.
+"""
 
 from __future__ import annotations
 
@@ -103,11 +104,11 @@ def test_a_count_outside_of_its_list_is_cut_to_it(cuda: Implementation, count: i
 def test_a_listed_page_that_the_row_does_not_see_adds_nothing(cuda: Implementation, page: int) -> None:
     batch = make_batch([70])
     lists = [torch.tensor([[pages]], dtype=torch.int32).repeat(1, 2, 1) for pages in ([0, 4, page], [0, 4])]
-    results = [
-        replace(batch, selected_pages=pages, num_selected=torch.full((1, 2), pages.shape[2], dtype=torch.int32))
-        .run(cuda.ops.attend_pages)[0]
-        for pages in lists
-    ]  # fmt: skip
+    results = []
+    for pages in lists:
+        counts = torch.full((1, 2), pages.shape[2], dtype=torch.int32)
+        listed = replace(batch, selected_pages=pages, num_selected=counts)
+        results.append(listed.run(cuda.ops.attend_pages)[0])
     assert_same_bits(*results)
 
 

@@ -24,8 +24,8 @@ class Implementation:
     """A module with the ops.
 
     `bitwise` says whether results that must not depend on batch, list or threads are promised bit for bit;
-    `is_cuda` that it is the CUDA one, on a GPU or on the emulator: it cannot look at what lengths, page tables and
-    lists hold, and wants summary rows at multiples of 16 bytes.
+    `is_cuda` that it is the CUDA one, on a GPU or on the emulator: it cannot look at what lengths, page
+    tables and lists hold, and wants summary rows at multiples of 16 bytes.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Ops on tensors of another device, for tests and cases whose tensors lie on the CPU.
 
-Every tensor argument goes over with its storage, so that strides, offsets and what lies between the elements are
-the same there; what an op writes comes back into the arguments, and results come back as CPU tensors.
+Every tensor argument goes over with its storage, so that strides, offsets and what lies between the elements
+are the same there; what an op writes comes back into the arguments, and results come back as CPU tensors.
 """
 
 from __future__ import annotations
