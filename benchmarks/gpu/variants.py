@@ -54,13 +54,17 @@ def sparse(layers: Layers, scorer: str, budget_tokens: int, *, append: bool = Fa
     name = resolve(scorer, setup.page_size, setup.kv_dtype)
     budget = budget_tokens // setup.page_size
     page_budget = torch.full_like(layers.seq_lens, budget)
-    selection = {
+    selection: dict[str, Any] = {
         "page_budget": page_budget,
         "max_page_budget": budget,
         "num_sink_pages": SINK_PAGES,
         "num_recent_pages": RECENT_PAGES,
     }
-    scoring = {"scorer": name, "group_reduction": default_group_reduction(name), "sm_scale": layers.sm_scale}
+    scoring: dict[str, Any] = {
+        "scorer": name,
+        "group_reduction": default_group_reduction(name),
+        "sm_scale": layers.sm_scale,
+    }
 
     def call(index: int) -> tuple[Tensor, ...]:
         layer = layers.layers[index]
