@@ -8,11 +8,16 @@
 #include "cuda/select_pages.h"
 #include "torch/cuda/summary_rows.h"
 
+// 256 MiB: the scratch of any step of decoding, and of a prompt's rows a part at a time. The tests build with
+// less.
+#ifndef TINYSERVE_MAX_SCRATCH_FLOATS
+#define TINYSERVE_MAX_SCRATCH_FLOATS (1 << 26)
+#endif
+
 namespace tinyserve {
 namespace {
 
-// 256 MiB: the scratch of any step of decoding, and of a prompt's rows a part at a time.
-constexpr int64_t kMaxScratchFloats = int64_t{1} << 26;
+constexpr int64_t kMaxScratchFloats = TINYSERVE_MAX_SCRATCH_FLOATS;
 
 // Rows whose scratch of `floats_per_row` each is held at once.
 int64_t rows_per_block(int64_t num_rows, int64_t floats_per_row) {

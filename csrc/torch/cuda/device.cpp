@@ -20,7 +20,9 @@ CurrentDevice::CurrentDevice(const Tensor& tensor, const char* name) {
 }
 
 void CurrentDevice::check_launched(cudaError_t error, const char* op) const {
-  STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // else torch would find it after its own next launch
+  STD_TORCH_CHECK(false, op, ": ", cudaGetErrorString(error));
 }
 
 void CurrentDevice::fill_with_zeros(void* data, size_t bytes) const {
