@@ -20,6 +20,9 @@ Shapes and conventions shared by all (S = page_size, D = head_dim):
 - `k_scales`/`v_scales` fp32 [num_pages, num_kv_heads, S], last stride 1: beside int8 pages, where
   value = scale * code (`append_kv` says how they come about); None beside pages of any other dtype.
 
+On a GPU every tensor of a call lies there, lengths, tables and budgets included. What these hold is not
+checked then, because the host would have to wait for it; `docs/design.md` says what wrong numbers do.
+
 No op has a gradient: an input that requires grad raises while grad mode is on.
 """
 
@@ -29,6 +32,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tinyserve_ops import _library
 
 __all__ = [
     "append_kv",
@@ -346,11 +351,11 @@ def _check_tensors(op: Any, args: tuple[object, ...]) -> None:
     # One quick look at a call where all is as it should be: it is made for every layer and token.
     for arg in args:
         if isinstance(arg, Tensor) and (not arg.is_cpu or (grad and arg.requires_grad)):
-            _refuse_tensors(op, args, grad)
+            _look_at_tensors(op, args, grad)
             return
 
 
-def _refuse_tensors(op: Any, args: tuple[object, ...], grad: bool) -> None:
+def _look_at_tensors(op: Any, args: tuple[object, ...], grad: bool) -> None:
     tensors = [(index, arg) for index, arg in enumerate(args) if isinstance(arg, Tensor)]
     device = tensors[0][1].device
     for index, tensor in tensors:
@@ -362,6 +367,8 @@ def _refuse_tensors(op: Any, args: tuple[object, ...], grad: bool) -> None:
     for index, tensor in tensors:
         if grad and tensor.requires_grad:
             raise ValueError(f"{_argument_name(op, index)}: {NO_GRADIENT}")
+    if device.type == "cuda":
+        _library.load_cuda(device)
 
 
 def _argument_name(op: Any, index: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tinyserve_ops import ops
+from tinyserve_ops import _library, ops
 from tinyserve_ops._runtime import PageAllocator
 from tinyserve_ops.config import SparseConfig
 from tinyserve_ops.errors import OutOfPagesError
@@ -322,6 +322,8 @@ def _device_with_kernels(device: torch.device | str) -> torch.device:
     found = torch.device(device)
     if found.type in ("cpu", "meta"):
         return found
+    if found.type == "cuda":
+        _library.load_cuda(found)
     key = torch._C._dispatch_key_for_device(found.type)
     if not torch._C._dispatch_has_kernel_for_dispatch_key("tinyserve::append_kv", key):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Runs the op benchmarks: `python -m benchmarks.ops [NAME ...] [--quick] [--output FOLDER]`."""
+"""Runs the op benchmarks: `python -m benchmarks.ops [NAME ...] [--device D] [--quick] [--output FOLDER]`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import goals
 from benchmarks.common import WrongPath, append_records
+from benchmarks.gpu import run as gpu_run
 from benchmarks.ops.harness import records as records_of
 from benchmarks.ops.harness.plots import plot_all
 from benchmarks.ops.harness.points import Point
@@ -41,6 +42,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--batch", nargs="+", type=int, help="only these batch sizes")
     parser.add_argument("--dtype", nargs="+", help="only these page dtypes")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: decoding on a GPU (benchmarks/gpu), with --quick, --repetitions and --output",
+    )
     parser.add_argument("--threads", type=int, help="default: all cores")
     parser.add_argument("--repetitions", type=int, help="timed passes of each variant")
     parser.add_argument("--max-gb", type=float, help="memory for the pools of one setup")
@@ -95,6 +102,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.device == "cuda":
+        return gpu_run.run(options.output, quick=options.quick, repetitions=options.repetitions)
     settings = settings_of(options)
     torch.set_num_threads(settings.threads)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -36,6 +36,7 @@ struct BatchView {
   int64_t page_table_stride;
   int64_t batch_size;
   int64_t max_pages;
+  int64_t first_row = 0;  // packed token of a launch's row 0, where it takes a part of the rows
 };
 
 struct AppendKvParams {
@@ -209,6 +210,50 @@ struct PrefillAttentionParams {
   float sm_scale;
   void* out;   // [num_rows, num_heads, head_dim], contiguous, of q's type
   float* lse;  // [num_rows, num_heads]
+};
+
+// The same from the batch itself, where the host can't cut the rows into blocks.
+struct PrefillAttentionBatchParams {
+  PrefillAttentionParams attention;  // blocks: null
+  BatchView batch;
+  int64_t num_rows;
+};
+
+// One of the tensors that make up pages, as blocks [page, head] of `rows` x `columns` elements of any type.
+// Strides and sizes in bytes.
+struct PagePart {
+  char* data;
+  int64_t num_heads;
+  int64_t page_stride;
+  int64_t head_stride;
+  int64_t rows;
+  int64_t row_stride;
+  int64_t columns;
+  int64_t column_stride;
+  int64_t element_size;
+
+  // Whether a block is one piece of memory, and rows or columns are what is next to each other in it.
+  constexpr bool rows_are_dense() const {
+    return column_stride == element_size && (rows == 1 || row_stride == columns * element_size);
+  }
+  constexpr bool columns_are_dense() const {
+    return row_stride == element_size && (columns == 1 || column_stride == rows * element_size);
+  }
+};
+
+// Both parts have the same sizes.
+struct MovePagesParams {
+  PagePart from;
+  const int32_t* from_ids;  // [num_pages]; null: page i is page i
+  PagePart to;
+  const int32_t* to_ids;  // [num_pages]; null likewise
+  int64_t num_pages;
+
+  // Whether blocks can be copied as they lie.
+  constexpr bool same_order() const {
+    return (from.rows_are_dense() && to.rows_are_dense()) ||
+           (from.columns_are_dense() && to.columns_are_dense());
+  }
 };
 
 }  // namespace tinyserve::core

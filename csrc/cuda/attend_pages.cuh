@@ -142,7 +142,8 @@ __device__ __forceinline__ AttendWork find_work(const core::AttendPagesBatchPara
   int list_len;
   if (attend.selected_pages != nullptr) {
     work.list = attend.selected_pages + work.row_head * attend.list_width;
-    list_len = attend.num_selected[work.row_head];
+    // Nobody has looked at the lists; scratch is there for as many pages as they can hold.
+    list_len = min(max(attend.num_selected[work.row_head], 0), static_cast<int>(attend.list_width));
   } else {
     list_len = static_cast<int>((static_cast<unsigned>(work.num_tokens) + page_size - 1) / page_size) -
                work.first_page;

@@ -15,6 +15,7 @@ namespace tinyserve::cuda {
 // together for the same token.
 __device__ __forceinline__ core::Row row_of(const core::BatchView& batch, int64_t token, int64_t page_size,
                                             int64_t window) {
+  token += batch.first_row;
   // In a step of decoding token i mostly belongs to sequence i: then no load waits for another.
   int64_t sequence = token;
   if (token >= batch.batch_size || batch.cu_query_lens[token] != token ||

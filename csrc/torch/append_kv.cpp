@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/kernel_table.h"
-#include "torch/checks.h"
+#include "torch/contents.h"
+#include "torch/op_arguments.h"
+#include "torch/registration.h"
 #include "torch/run.h"
 
 namespace tinyserve {
@@ -35,55 +35,38 @@ std::vector<core::PageWrite> plan_writes(const Batch& batch, int64_t page_size) 
 
 void append_kv(Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor page_table, Tensor k_pages,
                Tensor v_pages, std::optional<Tensor> k_scales, std::optional<Tensor> v_scales,
-               std::optional<Tensor> page_summary, std::string scorer_name) {
-  const KvPools pools = check_pools(k_pages, v_pages, k_scales, v_scales);
-  Tensor keep_k, keep_v;
-  core::AppendKvParams params{.k = check_packed(k, "k", keep_k),
-                              .v = check_packed(v, "v", keep_v),
-                              .writes = nullptr,
-                              .num_kv_heads = pools.num_kv_heads,
-                              .head_dim = pools.head_dim,
-                              .page_size = pools.page_size,
-                              .k_pages = pools.k,
-                              .v_pages = pools.v,
-                              .page_summary = {},
-                              .scorer = nullptr};
-  check_size(k, "k", 1, pools.num_kv_heads, "num_kv_heads of k_pages");
-  check_size(k, "k", 2, pools.head_dim, "head_dim of k_pages");
-  check_same_shape(v, "v", k, "k");
-  if (page_summary.has_value()) {
-    params.scorer = check_scorer_for(scorer_name, pools.k.type);
-    params.page_summary = check_summary(*page_summary, *params.scorer, pools.num_pages, pools.num_kv_heads,
-                                        pools.head_dim, pools.page_size);
-  }
+               std::optional<Tensor> page_summary, std::string scorer) {
+  const AppendArguments arguments =
+      check_append_kv(k, v, k_pages, v_pages, k_scales, v_scales, page_summary, scorer);
+  const KvPools& pools = arguments.pools;
   // A window of 1: only the pages that receive tokens are checked, not the whole history.
   const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, k.size(0), pools.page_size,
                                   /*window=*/1, pools.num_pages);
   const std::vector<core::PageWrite> writes = plan_writes(batch, pools.page_size);
-  params.writes = writes.data();
+  const core::AppendKvParams params{.k = arguments.k,
+                                    .v = arguments.v,
+                                    .writes = writes.data(),
+                                    .num_kv_heads = pools.num_kv_heads,
+                                    .head_dim = pools.head_dim,
+                                    .page_size = pools.page_size,
+                                    .k_pages = pools.k,
+                                    .v_pages = pools.v,
+                                    .page_summary = arguments.page_summary,
+                                    .scorer = arguments.scorer};
   run(cpu::kernels().append_kv, params, static_cast<int64_t>(writes.size()) * pools.num_kv_heads,
       /*grain=*/8);
 }
 
 void seal_pages(Tensor page_ids, Tensor k_pages, std::optional<Tensor> k_scales, Tensor page_summary,
-                std::string scorer_name) {
-  const core::PagePoolView pool = check_k_pages(k_pages, k_scales);
-  const core::Scorer* scorer = check_scorer_for(scorer_name, pool.type);
-  const core::SealPagesParams params{
-      .page_ids = check_page_ids(page_ids, "page_ids", pool.num_pages),
-      .num_kv_heads = k_pages.size(1),
-      .head_dim = k_pages.size(3),
-      .page_size = k_pages.size(2),
-      .k_pages = pool,
-      .page_summary = check_summary(page_summary, *scorer, pool.num_pages, k_pages.size(1), k_pages.size(3),
-                                    k_pages.size(2)),
-      .scorer = scorer};
+                std::string scorer) {
+  core::SealPagesParams params = check_seal_pages(k_pages, k_scales, page_summary, scorer);
+  params.page_ids = check_page_ids(page_ids, "page_ids", params.k_pages.num_pages);
   run(cpu::kernels().seal_pages, params, page_ids.size(0) * params.num_kv_heads, /*grain=*/8);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tinyserve, CPU, m) {
+TINYSERVE_CPU_OPS(m) {
   m.impl("append_kv", TORCH_BOX(&append_kv));
   m.impl("seal_pages", TORCH_BOX(&seal_pages));
 }

@@ -1,51 +1,13 @@
 // attend_pages and sparse_decode: checks and the stages they run.
 
 #include <algorithm>
-#include <limits>
-
-#include <torch/csrc/stable/library.h>
 
 #include "torch/decode_stages.h"
+#include "torch/op_arguments.h"
+#include "torch/registration.h"
 
 namespace tinyserve {
 namespace {
-
-// What both ops need of q and the pools; results allocated.
-struct Attention {
-  core::AttendPagesParams params;
-  Tensor keep_q;
-  Tensor out;
-  Tensor lse;
-};
-
-Attention check_attention(const Tensor& q, const KvPools& pools, double sm_scale, double softcap) {
-  check_softcap(softcap);
-  Tensor keep_q;
-  const core::PackedView view = check_packed(q, "q", keep_q);
-  check_size(q, "q", 2, pools.head_dim, "head_dim of k_pages");
-  const int64_t group_size = check_group_size(q.size(1), pools.num_kv_heads);
-  Tensor out = empty_cpu({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
-  Tensor lse = empty_cpu({q.size(0), q.size(1)}, ScalarType::Float);
-  const core::AttendPagesParams params{.q = view,
-                                       .rows = nullptr,
-                                       .num_kv_heads = pools.num_kv_heads,
-                                       .group_size = group_size,
-                                       .head_dim = pools.head_dim,
-                                       .page_size = pools.page_size,
-                                       .k_pages = pools.k,
-                                       .v_pages = pools.v,
-                                       .selected_pages = nullptr,
-                                       .num_selected = nullptr,
-                                       .list_width = 0,
-                                       .max_chunks = 0,
-                                       .sm_scale = static_cast<float>(sm_scale),
-                                       .partials = nullptr,
-                                       .chunks_done = nullptr,
-                                       .page_lse = nullptr,
-                                       .out = out.mutable_data_ptr(),
-                                       .lse = static_cast<float*>(lse.mutable_data_ptr())};
-  return {params, keep_q, out, lse};
-}
 
 // A user's page lists: ascending logical pages up to the row's last, with valid ids. A page that the window
 // hides is allowed; it adds nothing.
@@ -85,31 +47,12 @@ std::tuple<Tensor, Tensor, Tensor> attend_pages(Tensor q, Tensor cu_query_lens, 
   core::AttendPagesParams& params = attention.params;
   int64_t max_list_pages = batch.max_visible_pages;
   params.list_width = batch.max_pages;
-  TINYSERVE_CHECK(selected_pages.has_value() == num_selected.has_value(),
-                  "num_selected: expected a tensor exactly where selected_pages is one, got one of the two");
-  Tensor lists, counts;
-  if (selected_pages.has_value()) {
-    check_int32(*selected_pages, "selected_pages", 3, "[num_tokens, num_kv_heads, max_page_budget]");
-    check_int32(*num_selected, "num_selected", 2, "[num_tokens, num_kv_heads]");
-    for (int64_t axis = 0; axis < 2; ++axis) {
-      const int64_t expected = axis == 0 ? q.size(0) : pools.num_kv_heads;
-      check_size(*selected_pages, "selected_pages", axis, expected,
-                 axis == 0 ? "num_tokens" : "num_kv_heads");
-      check_size(*num_selected, "num_selected", axis, expected, axis == 0 ? "num_tokens" : "num_kv_heads");
-    }
-    lists = selected_pages->is_contiguous() ? *selected_pages : torch::stable::contiguous(*selected_pages);
-    counts = num_selected->is_contiguous() ? *num_selected : torch::stable::contiguous(*num_selected);
-    params.selected_pages = static_cast<const int32_t*>(lists.const_data_ptr());
-    params.num_selected = static_cast<const int32_t*>(counts.const_data_ptr());
-    params.list_width = max_list_pages = lists.size(2);
+  const std::optional<PageLists> lists = check_page_lists(selected_pages, num_selected, q.size(0), params);
+  if (lists.has_value()) {
+    max_list_pages = params.list_width;
     check_lists(batch, params.selected_pages, params.num_selected, params.list_width, pools);
   }
-  Tensor page_lse = return_page_lse ? empty_cpu({q.size(0), q.size(1), params.list_width}, ScalarType::Float)
-                                    : empty_cpu({0}, ScalarType::Float);
-  if (return_page_lse) {
-    params.page_lse = static_cast<float*>(page_lse.mutable_data_ptr());
-    std::fill_n(params.page_lse, page_lse.numel(), -std::numeric_limits<float>::infinity());
-  }
+  Tensor page_lse = make_page_lse(return_page_lse, q, params);
   run_attend_pages(params, batch, max_list_pages);
   return {attention.out, attention.lse, page_lse};
 }
@@ -128,23 +71,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_decode(
   const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, q.size(0), pools.page_size, window,
                                   pools.num_pages);
   const int32_t* budgets =
-      check_page_budget(page_budget, batch, max_page_budget, num_sink_pages, num_recent_pages);
+      check_page_budgets(page_budget, batch, max_page_budget, num_sink_pages, num_recent_pages);
   const int64_t num_rows = q.size(0);
-  Tensor selected_pages = empty_cpu({num_rows, pools.num_kv_heads, max_page_budget}, ScalarType::Int);
-  Tensor num_selected = empty_cpu({num_rows, pools.num_kv_heads}, ScalarType::Int);
+  const Selection selected = empty_selection(q, num_rows, pools.num_kv_heads, max_page_budget);
 
-  const core::SelectPagesParams selection{
-      .page_scores = nullptr,
-      .row_stride = 0,
-      .rows = nullptr,
-      .page_budget = budgets,
-      .num_kv_heads = pools.num_kv_heads,
-      .page_size = pools.page_size,
-      .num_sink_pages = num_sink_pages,
-      .num_recent_pages = num_recent_pages,
-      .max_page_budget = max_page_budget,
-      .selected_pages = static_cast<int32_t*>(selected_pages.mutable_data_ptr()),
-      .num_selected = static_cast<int32_t*>(num_selected.mutable_data_ptr())};
+  const core::SelectPagesParams selection{.page_scores = nullptr,
+                                          .row_stride = 0,
+                                          .rows = nullptr,
+                                          .page_budget = budgets,
+                                          .num_kv_heads = pools.num_kv_heads,
+                                          .page_size = pools.page_size,
+                                          .num_sink_pages = num_sink_pages,
+                                          .num_recent_pages = num_recent_pages,
+                                          .max_page_budget = max_page_budget,
+                                          .selected_pages = selected.page_data(),
+                                          .num_selected = selected.count_data()};
   run_score_and_select(scoring, selection, batch);
 
   core::AttendPagesParams& params = attention.params;
@@ -152,12 +93,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_decode(
   params.num_selected = selection.num_selected;
   params.list_width = max_page_budget;
   run_attend_pages(params, batch, std::min(max_page_budget, batch.max_visible_pages));
-  return {attention.out, attention.lse, selected_pages, num_selected};
+  return {attention.out, attention.lse, selected.pages, selected.counts};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tinyserve, CPU, m) {
+TINYSERVE_CPU_OPS(m) {
   m.impl("attend_pages", TORCH_BOX(&attend_pages));
   m.impl("sparse_decode", TORCH_BOX(&sparse_decode));
 }

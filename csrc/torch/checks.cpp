@@ -1,7 +1,5 @@
 #include "torch/checks.h"
 
-#include <algorithm>
-
 #include "core/limits.h"
 #include "torch/element_type.h"
 
@@ -46,7 +44,7 @@ core::PagePoolView view_pool(const Tensor& pages, core::ElementType type) {
 }
 
 core::ElementType check_page_type(const Tensor& pages, const char* name) {
-  check_cpu(pages, name);
+  check_device(pages, name);
   if (pages.scalar_type() == ScalarType::Char) return core::ElementType::kInt8;
   const std::optional<core::ElementType> type = element_type_of(pages.scalar_type());
   TINYSERVE_CHECK(type.has_value(), name, ": expected dtype float32, float16, bfloat16 or int8, got ",
@@ -63,7 +61,7 @@ void add_scales(const std::optional<Tensor>& scales, const char* name, const Ten
     return;
   }
   TINYSERVE_CHECK(scales.has_value(), name, ": expected a tensor of scales beside int8 pages, got None");
-  check_cpu(*scales, name);
+  check_device(*scales, name);
   TINYSERVE_CHECK(scales->scalar_type() == ScalarType::Float, name, ": expected dtype float32, got ",
                   dtype_name(scales->scalar_type()));
   check_dim(*scales, name, 3, "[num_pages, num_kv_heads, page_size]");
@@ -94,11 +92,6 @@ void check_same_shape(const Tensor& tensor, const char* name, const Tensor& othe
                   shape_text(tensor));
 }
 
-void check_cpu(const Tensor& tensor, const char* name) {
-  TINYSERVE_CHECK(tensor.is_cpu(), name,
-                  ": expected a tensor on the CPU like the others, got one on another device");
-}
-
 void check_dim(const Tensor& tensor, const char* name, int64_t dim, const char* shape) {
   TINYSERVE_CHECK(tensor.dim() == dim, name, ": expected shape ", shape, ", got ", shape_text(tensor));
 }
@@ -109,7 +102,7 @@ void check_size(const Tensor& tensor, const char* name, int64_t axis, int64_t ex
 }
 
 const int32_t* check_int32(const Tensor& tensor, const char* name, int64_t dim, const char* shape) {
-  check_cpu(tensor, name);
+  check_device(tensor, name);
   TINYSERVE_CHECK(tensor.scalar_type() == ScalarType::Int, name, ": expected dtype int32, got ",
                   dtype_name(tensor.scalar_type()));
   check_dim(tensor, name, dim, shape);
@@ -119,7 +112,7 @@ const int32_t* check_int32(const Tensor& tensor, const char* name, int64_t dim, 
 }
 
 core::ElementType check_element_type(const Tensor& tensor, const char* name) {
-  check_cpu(tensor, name);
+  check_device(tensor, name);
   const std::optional<core::ElementType> type = element_type_of(tensor.scalar_type());
   TINYSERVE_CHECK(type.has_value(), name, ": expected dtype float32, float16 or bfloat16, got ",
                   dtype_name(tensor.scalar_type()));
@@ -213,7 +206,7 @@ const core::Scorer* check_scorer_for(const std::string& name, core::ElementType 
 
 core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scorer& scorer, int64_t num_pages,
                                     int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
-  check_cpu(page_summary, "page_summary");
+  check_device(page_summary, "page_summary");
   TINYSERVE_CHECK(page_summary.scalar_type() == ScalarType::Byte, "page_summary: expected dtype uint8, got ",
                   dtype_name(page_summary.scalar_type()));
   check_dim(page_summary, "page_summary", 3, "[num_pages, num_kv_heads, summary_bytes]");
@@ -231,76 +224,21 @@ core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scor
           .head_stride = page_summary.stride(1)};
 }
 
-const int32_t* check_page_ids(const Tensor& page_ids, const char* name, int64_t num_pages) {
-  const int32_t* ids = check_int32(page_ids, name, 1, "[num_page_ids]");
-  for (int64_t i = 0; i < page_ids.size(0); ++i) {
-    TINYSERVE_CHECK(ids[i] >= 0 && ids[i] < num_pages, name, ": expected page ids from 0 to ", num_pages - 1,
-                    ", got ", ids[i], " at index ", i);
-  }
-  return ids;
-}
-
-void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end,
-                         int64_t num_pages) {
-  for (int64_t page = first; page < end; ++page) {
-    TINYSERVE_CHECK(table_row[page] >= 0 && table_row[page] < num_pages,
-                    "page_table: expected page ids from 0 to ", num_pages - 1, ", got ", table_row[page],
-                    " for sequence ", sequence, ", page ", page);
-  }
-}
-
-Sequences check_sequences(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
-                          int64_t max_pages, int64_t num_tokens) {
-  Sequences sequences;
-  sequences.seq_lens = check_int32(seq_lens, "seq_lens", 1, "[batch]");
-  sequences.batch_size = seq_lens.size(0);
-  sequences.cu_query_lens = check_int32(cu_query_lens, "cu_query_lens", 1, "[batch + 1]");
-  check_size(cu_query_lens, "cu_query_lens", 0, sequences.batch_size + 1, "batch + 1");
-  sequences.max_pages = max_pages;
+core::BatchView check_batch_view(const Tensor& cu_query_lens, const Tensor& seq_lens,
+                                 const Tensor* page_table, int64_t max_pages) {
+  core::BatchView batch{.cu_query_lens = nullptr,
+                        .seq_lens = check_int32(seq_lens, "seq_lens", 1, "[batch]"),
+                        .page_table = nullptr,
+                        .page_table_stride = 0,
+                        .batch_size = seq_lens.size(0),
+                        .max_pages = max_pages};
+  batch.cu_query_lens = check_int32(cu_query_lens, "cu_query_lens", 1, "[batch + 1]");
+  check_size(cu_query_lens, "cu_query_lens", 0, batch.batch_size + 1, "batch + 1");
   if (page_table != nullptr) {
-    sequences.page_table = check_int32(*page_table, "page_table", 2, "[batch, max_pages]");
-    check_size(*page_table, "page_table", 0, sequences.batch_size, "batch");
-    sequences.max_pages = page_table->size(1);
-    sequences.page_table_stride = page_table->stride(0);
-  }
-  const int32_t* starts = sequences.cu_query_lens;
-  TINYSERVE_CHECK(starts[0] == 0 && starts[sequences.batch_size] == num_tokens,
-                  "cu_query_lens: expected offsets from 0 to the ", num_tokens, " packed tokens, got ",
-                  starts[0], " to ", starts[sequences.batch_size]);
-  for (int64_t sequence = 0; sequence < sequences.batch_size; ++sequence) {
-    TINYSERVE_CHECK(starts[sequence] <= starts[sequence + 1],
-                    "cu_query_lens: expected ascending offsets, got ", starts[sequence], " before ",
-                    starts[sequence + 1]);
-  }
-  return sequences;
-}
-
-Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
-                  int64_t max_pages, int64_t num_tokens, int64_t page_size, int64_t window,
-                  int64_t num_pages) {
-  check_page_size(page_size);
-  check_window(window);
-  Batch batch{check_sequences(cu_query_lens, seq_lens, page_table, max_pages, num_tokens), {}, 0};
-  batch.rows.reserve(static_cast<size_t>(num_tokens));
-  for (int64_t sequence = 0; sequence < batch.batch_size; ++sequence) {
-    const int64_t query_len = batch.query_len(sequence);
-    const int32_t* table_row = batch.page_table == nullptr ? nullptr : batch.table_row(sequence);
-    int64_t first_page = batch.max_pages;
-    int64_t end_page = 0;
-    for (int64_t i = 0; i < query_len; ++i) {
-      const core::Row row =
-          core::make_row(table_row, static_cast<int32_t>(sequence), batch.seq_lens[sequence] + i, window);
-      batch.max_visible_pages = std::max(batch.max_visible_pages, row.num_visible_pages(page_size));
-      if (row.num_tokens > 0) first_page = std::min(first_page, row.first_page(page_size));
-      end_page = std::max(end_page, row.end_page(page_size));
-      batch.rows.push_back(row);
-    }
-    TINYSERVE_CHECK(end_page <= batch.max_pages, page_table == nullptr ? "page_scores" : "page_table",
-                    ": expected at least ", end_page, " pages for sequence ", sequence, " (seq_lens ",
-                    batch.seq_lens[sequence], " and ", query_len, " new tokens), got ", batch.max_pages);
-    if (table_row != nullptr && num_pages >= 0) {
-      check_table_entries(table_row, sequence, first_page, end_page, num_pages);
-    }
+    batch.page_table = check_int32(*page_table, "page_table", 2, "[batch, max_pages]");
+    check_size(*page_table, "page_table", 0, batch.batch_size, "batch");
+    batch.max_pages = page_table->size(1);
+    batch.page_table_stride = page_table->stride(0);
   }
   return batch;
 }
@@ -320,23 +258,19 @@ void check_forced_pages(int64_t num_sink_pages, int64_t num_recent_pages) {
                   num_recent_pages);
 }
 
-const int32_t* check_page_budget(const Tensor& page_budget, const Batch& batch, int64_t max_page_budget,
+const int32_t* check_page_budget(const Tensor& page_budget, int64_t batch_size, int64_t max_page_budget,
                                  int64_t num_sink_pages, int64_t num_recent_pages) {
   check_forced_pages(num_sink_pages, num_recent_pages);
   const int32_t* budgets = check_int32(page_budget, "page_budget", 1, "[batch]");
-  check_size(page_budget, "page_budget", 0, batch.batch_size, "batch");
-  const int64_t num_forced = num_sink_pages + num_recent_pages;
-  for (int64_t sequence = 0; sequence < batch.batch_size; ++sequence) {
-    TINYSERVE_CHECK(budgets[sequence] >= num_forced && budgets[sequence] <= max_page_budget,
-                    "page_budget: expected from the ", num_forced,
-                    " forced pages (num_sink_pages + num_recent_pages) to max_page_budget ", max_page_budget,
-                    ", got ", budgets[sequence], " for sequence ", sequence);
-  }
+  check_size(page_budget, "page_budget", 0, batch_size, "batch");
+  TINYSERVE_CHECK(max_page_budget >= num_sink_pages + num_recent_pages,
+                  "max_page_budget: expected at least the ", num_sink_pages + num_recent_pages,
+                  " forced pages (num_sink_pages + num_recent_pages), got ", max_page_budget);
   return budgets;
 }
 
-Tensor empty_cpu(std::initializer_list<int64_t> shape, ScalarType type) {
-  return torch::stable::empty({shape.begin(), shape.size()}, type);
+Tensor empty_beside(const Tensor& beside, std::initializer_list<int64_t> shape, ScalarType type) {
+  return torch::stable::empty({shape.begin(), shape.size()}, type, std::nullopt, beside.device());
 }
 
 }  // namespace tinyserve

@@ -1,12 +1,15 @@
 // Argument checks of the operators: every message names the argument, what was expected and what came, and
 // begins with "tinyserve: " so that the Python wrappers can turn it into ValueError (or TypeError, for a
 // message that says "expected dtype"). All checks of an op run before it writes anything.
+//
+// These are what can be known without reading a tensor's data: shapes, strides, dtypes, the device. Ops on
+// the CPU look at the contents of lengths, tables and lists as well (contents.h).
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -15,7 +18,6 @@
 #include "core/element_type.h"
 #include "core/page_pool_view.h"
 #include "core/params.h"
-#include "core/row.h"
 #include "core/scorer.h"
 
 #define TINYSERVE_CHECK(condition, ...) STD_TORCH_CHECK(condition, "tinyserve: ", __VA_ARGS__)
@@ -28,11 +30,13 @@ using torch::stable::Tensor;
 std::string shape_text(const Tensor& tensor);
 void check_same_shape(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name);
 
-void check_cpu(const Tensor& tensor, const char* name);
+// That a tensor lies on the device of the op's implementation. Every library file has its own: on_cpu.cpp,
+// cuda/device.cpp.
+void check_device(const Tensor& tensor, const char* name);
 void check_dim(const Tensor& tensor, const char* name, int64_t dim, const char* shape);
 void check_size(const Tensor& tensor, const char* name, int64_t axis, int64_t expected, const char* meaning);
 
-// An int32 tensor on the CPU whose last stride is 1.
+// An int32 tensor whose last stride is 1.
 const int32_t* check_int32(const Tensor& tensor, const char* name, int64_t dim, const char* shape);
 
 // fp32, fp16 or bf16; refuses everything else by name.
@@ -67,48 +71,20 @@ const core::Scorer* check_scorer_for(const std::string& name, core::ElementType 
 core::PageSummaryView check_summary(const Tensor& page_summary, const core::Scorer& scorer, int64_t num_pages,
                                     int64_t num_kv_heads, int64_t head_dim, int64_t page_size);
 
-// `page_ids` int32 [n], each in [0, num_pages).
-const int32_t* check_page_ids(const Tensor& page_ids, const char* name, int64_t num_pages);
-
-// The sequences of a packed batch: int32 arrays on the host, offsets ascending from 0 to num_tokens.
-struct Sequences {
-  const int32_t* cu_query_lens = nullptr;  // [batch_size + 1]
-  const int32_t* seq_lens = nullptr;       // [batch_size]
-  const int32_t* page_table = nullptr;     // [batch_size, max_pages]; null where the op needs none
-  int64_t batch_size = 0;
-  int64_t max_pages = 0;
-  int64_t page_table_stride = 0;
-
-  const int32_t* table_row(int64_t sequence) const { return page_table + sequence * page_table_stride; }
-  int64_t query_len(int64_t sequence) const { return cu_query_lens[sequence + 1] - cu_query_lens[sequence]; }
-};
-Sequences check_sequences(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
-                          int64_t max_pages, int64_t num_tokens);
-
-// The same with one Row per new token, and the number of visible pages of the longest row.
-struct Batch : Sequences {
-  std::vector<core::Row> rows;
-  int64_t max_visible_pages = 0;
-};
-
-// `page_table` may be absent (select_pages needs none); then `max_pages` bounds the visible pages.
-// `num_pages` >= 0 also checks the page ids of every logical page that a row sees.
-Batch check_batch(const Tensor& cu_query_lens, const Tensor& seq_lens, const Tensor* page_table,
-                  int64_t max_pages, int64_t num_tokens, int64_t page_size, int64_t window,
-                  int64_t num_pages);
-
-// Page ids of logical pages [first, end) of one sequence.
-void check_table_entries(const int32_t* table_row, int64_t sequence, int64_t first, int64_t end,
-                         int64_t num_pages);
+// The sequences of a packed batch. `page_table` may be absent (select_pages needs none); then `max_pages`
+// bounds the visible pages.
+core::BatchView check_batch_view(const Tensor& cu_query_lens, const Tensor& seq_lens,
+                                 const Tensor* page_table, int64_t max_pages);
 
 void check_window(int64_t window);
 void check_softcap(double softcap);
 void check_forced_pages(int64_t num_sink_pages, int64_t num_recent_pages);
 
-// `page_budget` int32 [batch], each from the number of forced pages to `max_page_budget`.
-const int32_t* check_page_budget(const Tensor& page_budget, const Batch& batch, int64_t max_page_budget,
+// `page_budget` int32 [batch].
+const int32_t* check_page_budget(const Tensor& page_budget, int64_t batch_size, int64_t max_page_budget,
                                  int64_t num_sink_pages, int64_t num_recent_pages);
 
-Tensor empty_cpu(std::initializer_list<int64_t> shape, ScalarType type);
+// A new tensor on the device of `beside`.
+Tensor empty_beside(const Tensor& beside, std::initializer_list<int64_t> shape, ScalarType type);
 
 }  // namespace tinyserve

@@ -49,33 +49,6 @@ void score_block(core::ScorePagesParams& params, const Batch& batch, int64_t fir
 
 }  // namespace
 
-core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_t num_kv_heads,
-                                         int64_t page_size, const core::Scorer* scorer,
-                                         const std::string& group_reduction, double sm_scale,
-                                         const Tensor& page_summary, int64_t num_pages) {
-  const std::optional<core::GroupReduction> reduction = core::find_group_reduction(group_reduction);
-  const bool exists =
-      reduction.has_value() && (scorer->linear() || *reduction != core::GroupReduction::kMean);
-  TINYSERVE_CHECK(exists, "group_reduction: expected one of ", scorer->linear() ? "mean, " : "",
-                  "max, softmax for scorer '", std::string(scorer->name), "', got '", group_reduction, "'");
-  const core::PackedView view = check_packed(q, "q", keep_q);
-  check_head_dim(q.size(2));
-  return {.q = view,
-          .rows = nullptr,
-          .num_kv_heads = num_kv_heads,
-          .group_size = check_group_size(q.size(1), num_kv_heads),
-          .head_dim = q.size(2),
-          .page_size = page_size,
-          .max_chunks = 0,
-          .page_summary = check_summary(page_summary, *scorer, num_pages, num_kv_heads, q.size(2), page_size),
-          .scorer = scorer,
-          .group_reduction = *reduction,
-          .sm_scale = static_cast<float>(sm_scale),
-          .page_scores = nullptr,
-          .head_scores = nullptr,
-          .row_stride = 0};
-}
-
 void run_score_pages(core::ScorePagesParams params, const Batch& batch) {
   const core::ScorePagesParams all = params;
   const int64_t num_rows = static_cast<int64_t>(batch.rows.size());

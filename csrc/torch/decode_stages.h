@@ -2,11 +2,8 @@
 // fused sparse_decode: one code path, so the fused op equals the three bit for bit.
 #pragma once
 
-#include <optional>
-#include <string>
-
 #include "core/params.h"
-#include "torch/checks.h"
+#include "torch/contents.h"
 
 namespace tinyserve {
 
@@ -24,10 +21,5 @@ void run_score_and_select(core::ScorePagesParams scoring, core::SelectPagesParam
 
 // Attention over the page lists in `params`; allocates the partial results itself, in bounded blocks of rows.
 void run_attend_pages(core::AttendPagesParams params, const Batch& batch, int64_t max_list_pages);
-
-core::ScorePagesParams check_score_pages(const Tensor& q, Tensor& keep_q, int64_t num_kv_heads,
-                                         int64_t page_size, const core::Scorer* scorer,
-                                         const std::string& group_reduction, double sm_scale,
-                                         const Tensor& page_summary, int64_t num_pages);
 
 }  // namespace tinyserve

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <limits>
 
-#include <torch/csrc/stable/library.h>
-
 #include "core/limits.h"
 #include "cpu/kernel_table.h"
-#include "torch/checks.h"
+#include "torch/contents.h"
+#include "torch/op_arguments.h"
+#include "torch/registration.h"
 #include "torch/run.h"
 
 namespace tinyserve {
@@ -18,32 +18,10 @@ std::tuple<Tensor, Tensor> prefill_attention(Tensor q, Tensor k, Tensor v, Tenso
                                              Tensor v_pages, std::optional<Tensor> k_scales,
                                              std::optional<Tensor> v_scales, double sm_scale, int64_t window,
                                              double softcap) {
-  const KvPools pools = check_pools(k_pages, v_pages, k_scales, v_scales);
-  check_softcap(softcap);
-  check_window(window);
-  Tensor keep_q, keep_k, keep_v;
-  core::PrefillAttentionParams params{.q = check_packed(q, "q", keep_q),
-                                      .k = check_packed(k, "k", keep_k),
-                                      .v = check_packed(v, "v", keep_v),
-                                      .blocks = nullptr,
-                                      .num_kv_heads = pools.num_kv_heads,
-                                      .group_size = check_group_size(q.size(1), pools.num_kv_heads),
-                                      .head_dim = pools.head_dim,
-                                      .page_size = pools.page_size,
-                                      .k_pages = pools.k,
-                                      .v_pages = pools.v,
-                                      .window = window,
-                                      .sm_scale = static_cast<float>(sm_scale),
-                                      .out = nullptr,
-                                      .lse = nullptr};
-  check_size(q, "q", 2, pools.head_dim, "head_dim of k_pages");
-  check_size(k, "k", 0, q.size(0), "num_tokens of q");
-  check_size(k, "k", 1, pools.num_kv_heads, "num_kv_heads of k_pages");
-  check_size(k, "k", 2, pools.head_dim, "head_dim of k_pages");
-  check_same_shape(v, "v", k, "k");
-  TINYSERVE_CHECK(params.group_size <= core::kPrefillQueries, "q: expected at most ", core::kPrefillQueries,
-                  " query heads per kv head, got ", params.group_size);
-
+  PrefillArguments prefill =
+      check_prefill_attention(q, k, v, k_pages, v_pages, k_scales, v_scales, sm_scale, window, softcap);
+  const KvPools& pools = prefill.pools;
+  core::PrefillAttentionParams& params = prefill.params;
   const Sequences sequences = check_sequences(cu_query_lens, seq_lens, &page_table, 0, q.size(0));
   // Only pages of stored tokens are read; those of the new tokens need not exist yet.
   const int64_t block_rows = core::kPrefillQueries / params.group_size;
@@ -76,19 +54,16 @@ std::tuple<Tensor, Tensor> prefill_attention(Tensor q, Tensor k, Tensor v, Tenso
                      return a.first_position > b.first_position;
                    });
 
-  Tensor out = empty_cpu({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
-  torch::stable::zero_(out);
-  Tensor lse = empty_cpu({q.size(0), q.size(1)}, ScalarType::Float);
+  // What a row that sees nothing is left with.
+  torch::stable::zero_(prefill.out);
+  std::fill_n(params.lse, prefill.lse.numel(), -std::numeric_limits<float>::infinity());
   params.blocks = blocks.data();
-  params.out = out.mutable_data_ptr();
-  params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  std::fill_n(params.lse, lse.numel(), -std::numeric_limits<float>::infinity());
   run(cpu::kernels().prefill_attention, params, static_cast<int64_t>(blocks.size()) * pools.num_kv_heads);
-  return {out, lse};
+  return {prefill.out, prefill.lse};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tinyserve, CPU, m) { m.impl("prefill_attention", TORCH_BOX(&prefill_attention)); }
+TINYSERVE_CPU_OPS(m) { m.impl("prefill_attention", TORCH_BOX(&prefill_attention)); }
 
 }  // namespace tinyserve

@@ -1,9 +1,9 @@
 // The operators' schemas, the one definition of namespace `tinyserve`. Mutated arguments are marked (a!);
 // implementations register in the file of their op, fakes in tinyserve_ops/fakes.py.
 
-#include <torch/csrc/stable/library.h>
+#include "torch/registration.h"
 
-STABLE_TORCH_LIBRARY(tinyserve, m) {
+TINYSERVE_SCHEMAS(m) {
   m.def(
       "append_kv(Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor page_table, "
       "Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!)? k_scales, Tensor(d!)? v_scales, "

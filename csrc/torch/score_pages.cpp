@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <limits>
 
-#include <torch/csrc/stable/library.h>
-
 #include "torch/decode_stages.h"
+#include "torch/op_arguments.h"
+#include "torch/registration.h"
 
 namespace tinyserve {
 namespace {
@@ -22,7 +22,7 @@ Tensor score_pages(Tensor q, Tensor cu_query_lens, Tensor seq_lens, Tensor page_
                         page_summary, page_summary.size(0));
   const Batch batch = check_batch(cu_query_lens, seq_lens, &page_table, 0, q.size(0), page_size, window,
                                   page_summary.size(0));
-  Tensor page_scores = empty_cpu({q.size(0), num_kv_heads, batch.max_pages}, ScalarType::Float);
+  Tensor page_scores = empty_beside(q, {q.size(0), num_kv_heads, batch.max_pages}, ScalarType::Float);
   params.page_scores = static_cast<float*>(page_scores.mutable_data_ptr());
   params.row_stride = batch.max_pages;
   std::fill_n(params.page_scores, page_scores.numel(), -std::numeric_limits<float>::infinity());
@@ -32,6 +32,6 @@ Tensor score_pages(Tensor q, Tensor cu_query_lens, Tensor seq_lens, Tensor page_
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tinyserve, CPU, m) { m.impl("score_pages", TORCH_BOX(&score_pages)); }
+TINYSERVE_CPU_OPS(m) { m.impl("score_pages", TORCH_BOX(&score_pages)); }
 
 }  // namespace tinyserve

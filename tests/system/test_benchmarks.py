@@ -19,6 +19,8 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
 
 from benchmarks import bench_peers, goals  # noqa: E402
 from benchmarks.common import WrongPath, read_records  # noqa: E402
+from benchmarks.gpu import run as gpu_run  # noqa: E402
+from benchmarks.gpu.layers import Setup as GpuSetup  # noqa: E402
 from benchmarks.ops import __main__ as runner  # noqa: E402
 from benchmarks.ops import bench_sparse_decode  # noqa: E402
 from benchmarks.ops.harness import checks, plots, probe  # noqa: E402
@@ -252,3 +254,31 @@ def test_the_goals_compare_with_the_fastest_engine_measured_here() -> None:
     assert "2.00 (2.00)x | met |" in row
     with pytest.raises(RuntimeError, match="expected 3 decoded tokens, got 1"):
         bench_peers.record_of(result | {"variant": "v", "step_seconds": [0.02]}, options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_benchmark_for_gpus_checks_and_counts_its_variants(dtype: str) -> None:
+    setup = GpuSetup(4, 2, 16, 250, batch=2, dtype=dtype)
+    records = gpu_run.measure_setup(
+        setup, "cpu", 1.0, l2_bytes=1 << 13, memory_bytes=1 << 28, repetitions=2, peers=("sdpa", "flashinfer")
+    )
+    by_name = {record["variant"]: record for record in records}
+    dense = by_name["dense"]
+    assert dense["phi"] == dense["speed_up"] == dense["byte_ratio"] == 1.0
+    assert dense["cold"]
+    assert {f"sparse 62 {scorer}" for scorer in gpu_run.SCORERS} < set(by_name)
+    assert ("torch sdpa" in by_name) == (dtype != "int8")
+    row = 16 * setup.kv_dtype.itemsize + (4 if dtype == "int8" else 0)
+    assert dense["bytes"] == 2 * 2 * 2 * 256 * row
+    sparse = by_name["sparse 62 bounds"]
+    assert sparse["bytes"] == 2 * 2 * 2 * 3 * 16 * row + 2 * 2 * 16 * 48
+    assert sparse["byte_ratio"] == pytest.approx(dense["bytes"] / sparse["bytes"], rel=1e-3)
+    assert gpu_run.table(records).count("\n") == len(records) + 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+def test_the_benchmark_for_gpus_says_that_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runner.main(["--device", "cuda", "--output", str(tmp_path)]) == 2
+    assert "needs a GPU" in capsys.readouterr().out

@@ -32,7 +32,14 @@ def check_tensor(
     """Type, device, dtype and shape; None in `shape` stands for any size."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{argument}: expected a tensor, got {type(tensor).__name__}")
-    require(tensor.device.type == "cpu", argument, "a tensor on the CPU", tensor.device)
+    # New tensors are made there, so it is the only device on which an op works.
+    device = torch.get_default_device().type
+    require(
+        tensor.device.type == device,
+        argument,
+        "a tensor on the CPU" if device == "cpu" else f"a tensor on {device}",
+        tensor.device,
+    )
     if tensor.dtype not in dtypes:
         raise TypeError(f"{argument}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if tensor.requires_grad and torch.is_grad_enabled():

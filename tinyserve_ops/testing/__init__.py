@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from tinyserve_ops.testing.batches import DTYPE_PAIRS, LAYOUTS, Batch, make_batch, make_pools, make_scales
 from tinyserve_ops.testing.compare import assert_close, assert_refused, assert_same_bits, tolerance
-from tinyserve_ops.testing.implementations import IMPLEMENTATION_NAMES, Implementation, get_implementation
+from tinyserve_ops.testing.implementations import (
+    IMPLEMENTATION_NAMES,
+    Implementation,
+    emulated_implementation,
+    get_implementation,
+)
 from tinyserve_ops.testing.int8_rows import as_stored, expected_rows
 from tinyserve_ops.testing.oracle import (
     attention_oracle,
@@ -32,6 +37,7 @@ __all__ = [
     "assert_same_bits",
     "attention_oracle",
     "attention_tolerance",
+    "emulated_implementation",
     "expected_rows",
     "fused_views",
     "get_implementation",
