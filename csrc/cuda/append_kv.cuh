@@ -19,10 +19,12 @@ inline constexpr int kAppendWarps = 4;  // heads of a block
 
 // T: element type of the pages. The scorer comes by value (params.scorer is the host's), for a null
 // page_summary any. Grid: num_tokens x heads in blocks of as many as there are warps.
-template <typename T>
-__global__ void __launch_bounds__(kAppendWarps* kWarpSize)
+// Left alone, ptxas spills to keep to 64 registers; fitting a sketch takes more, and shared memory anyway.
+template <typename T, bool kLowRank>
+__global__ void __launch_bounds__(kAppendWarps* kWarpSize, kLowRank ? 4 : 8)
     append_kv_kernel(const __grid_constant__ core::AppendKvBatchParams params,
-                     const __grid_constant__ core::Scorer scorer) {
+                     const __grid_constant__ core::Scorer scorer, int64_t warp_bytes) {
+  TINYSERVE_DYNAMIC_SHARED(shared);
   wait_for_previous_kernel();
   let_next_kernel_begin();
   const int64_t token = blockIdx.x;
@@ -38,8 +40,9 @@ __global__ void __launch_bounds__(kAppendWarps* kWarpSize)
   }
   if (params.page_summary.data == nullptr || run.first_slot + run.num_tokens != params.page_size) return;
   __syncwarp();  // the scales of int8 rows were written by lane 0
-  seal_page<T>(params.k_pages, run.page_id, head, params.page_size, params.head_dim, scorer,
-               params.page_summary.row(run.page_id, head));
+  seal_page<T, kLowRank>(params.k_pages, run.page_id, head, params.page_size, params.head_dim, scorer,
+                         params.page_summary.row(run.page_id, head),
+                         shared + threadIdx.x / kWarpSize * warp_bytes);
 }
 
 }  // namespace tinyserve::cuda

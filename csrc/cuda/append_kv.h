@@ -1,5 +1,5 @@
 // Host entry of the CUDA append: launches on the given stream and returns; no allocation, no synchronisation.
-// Lengths and page table are read on the device. A low-rank scorer is refused (cudaErrorNotSupported).
+// Lengths and page table are read on the device.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,6 +1,8 @@
-// Words of memory as numbers: of pages, and of page summaries, which are read eight numbers at a time.
+// Words of memory as numbers: of pages, and of page summaries, which are read eight numbers at a time. And
+// the rounding of numbers to codes.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -46,6 +48,11 @@ __device__ __forceinline__ void nibbles(uint32_t word, bool high, float (&x)[4])
   const uint32_t bytes = (high ? word >> 4 : word) & 0x0f0f0f0fU;
 #pragma unroll
   for (int i = 0; i < 4; ++i) x[i] = byte_to_float(bytes, i, 8.0F);
+}
+
+// The nearest integer, halves away from zero, clamped to [-max_code, max_code].
+__device__ __forceinline__ float nearest_code(float x, float max_code) {
+  return copysignf(truncf(fminf(fabsf(x) + 0.5F, max_code)), x);
 }
 
 // Eight consecutive numbers at an address aligned to their size, or to 16 bytes.

@@ -1,5 +1,5 @@
 // Host entry of the CUDA sealing: launches on the given stream and returns; no allocation, no
-// synchronisation. A low-rank scorer is refused (cudaErrorNotSupported).
+// synchronisation.
 #pragma once
 
 #include <cuda_runtime_api.h>

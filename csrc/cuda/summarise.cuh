@@ -1,7 +1,7 @@
 // The summary of one full page and kv head, by one warp (layout: core/scorer.h; what it promises:
-// cpu/summarise.h). Of the linear scorers; those of low rank are not there yet. Every lane reads only its own
-// channels (warp_row.cuh), so a page may be summarised by the warp that has just written to it, once the
-// lanes have met after the scales of int8 rows.
+// cpu/summarise.h), here of the scorers that are linear in a feature of the query; low_rank_fit.cuh has the
+// other kind. Every lane reads only its own channels (warp_row.cuh), so a page may be summarised by the warp
+// that has just written to it, once the lanes have met after the scales of int8 rows.
 #pragma once
 
 #include <cmath>
@@ -11,34 +11,12 @@
 #include "core/page_pool_view.h"
 #include "core/scorer.h"
 #include "cuda/arch.cuh"
+#include "cuda/codes.cuh"
+#include "cuda/low_rank_fit.cuh"
+#include "cuda/page_keys.cuh"
 #include "cuda/warp_row.cuh"
 
 namespace tinyserve::cuda {
-
-// The keys of a page as attention reads them, row by row.
-template <typename T>
-struct PageKeys {
-  const T* keys;
-  const float* scales;  // int8 only
-  int64_t token_stride;
-  int64_t channel_stride;
-  int64_t page_size;
-  int64_t head_dim;
-
-  __device__ __forceinline__ WarpRow row(int64_t t) const {
-    WarpRow out = {};
-    const T* token = keys + t * token_stride;
-    const float scale = std::is_same_v<T, int8_t> ? scales[t] : 1.0F;
-    for_each_channel(head_dim, [&](int i, int d) {
-      if constexpr (std::is_same_v<T, int8_t>) {
-        out.x[i] = scale * static_cast<float>(token[d * channel_stride]);
-      } else {
-        out.x[i] = to_float(token[d * channel_stride]);
-      }
-    });
-    return out;
-  }
-};
 
 // Tokens outermost: the loads of a row are independent of each other.
 template <typename T>
@@ -85,18 +63,12 @@ __device__ __forceinline__ WarpRow page_statistic(const PageKeys<T>& keys, core:
   return deviation;
 }
 
-// No infinity may meet a zero in the score.
-__device__ __forceinline__ float clamp_to_finite(float x, float largest) {
-  if (x != x) return 0.0F;
-  return x > largest ? largest : (x < -largest ? -largest : x);
-}
-
 __device__ __forceinline__ float largest_finite(const core::Scorer& scorer) {
   if (scorer.encoding == core::SummaryEncoding::kFull) {
     if (scorer.full_type == core::ElementType::kFloat16) return 65504.0F;
     if (scorer.full_type == core::ElementType::kBFloat16) return 3.38953139e+38F;
   }
-  return 3.402823466e+38F;
+  return kLargestFloat;
 }
 
 // Smallest scale whose 127th multiple reaches `amax`.
@@ -110,9 +82,7 @@ __device__ __forceinline__ float code_scale(float amax) {
 // quotient's rounding may leave the nearest code two short of a bound, never more.
 __device__ __forceinline__ float encode(float x, float scale, core::PageStatistic statistic) {
   if (scale == 0.0F) return 0.0F;
-  const float ratio = x / scale;
-  const float magnitude = fminf(fabsf(ratio) + 0.5F, 127.0F);
-  float code = copysignf(truncf(magnitude), ratio);
+  float code = nearest_code(x / scale, 127.0F);
   for (int step = 0; step < 2; ++step) {
     const float restored = scale * code;
     if (statistic == core::PageStatistic::kMax && restored < x && code < 127.0F) code += 1.0F;
@@ -126,24 +96,14 @@ __device__ __forceinline__ void store_full(const WarpRow& row, int64_t head_dim,
   for_each_channel(head_dim, [&](int i, int d) { from_float(row.x[i], reinterpret_cast<Full*>(vector)[d]); });
 }
 
-// T: element type of the pages. summary: a row of scorer.summary_bytes(), aligned to 16 bytes.
+// The vectors of a linear scorer.
 template <typename T>
-__device__ __forceinline__ void seal_page(const core::PagePoolView& pool, int64_t page_id, int64_t head,
-                                          int64_t page_size, int64_t head_dim, const core::Scorer& scorer,
-                                          uint8_t* summary) {
+__device__ __forceinline__ void summarise_vectors(const PageKeys<T>& keys, const core::Scorer& scorer,
+                                                  uint8_t* summary) {
   const auto lane = static_cast<int64_t>(threadIdx.x % kWarpSize);
+  const int64_t head_dim = keys.head_dim;
   const int64_t header_bytes = scorer.header_bytes();
   for (int64_t i = 4 * scorer.num_vectors + lane; i < header_bytes; i += kWarpSize) summary[i] = 0;
-  for (int64_t i = scorer.used_bytes(head_dim, page_size) + lane;
-       i < scorer.summary_bytes(head_dim, page_size); i += kWarpSize) {
-    summary[i] = 0;
-  }
-  const PageKeys<T> keys{.keys = pool.page<T>(page_id, head),
-                         .scales = std::is_same_v<T, int8_t> ? pool.token_scales(page_id, head) : nullptr,
-                         .token_stride = pool.token_stride,
-                         .channel_stride = pool.channel_stride,
-                         .page_size = page_size,
-                         .head_dim = head_dim};
   const float largest = largest_finite(scorer);
   for (int v = 0; v < scorer.num_vectors; ++v) {
     const core::PageStatistic statistic = scorer.vectors[v].statistic;
@@ -165,6 +125,36 @@ __device__ __forceinline__ void seal_page(const core::PagePoolView& pool, int64_
       store_full<float>(row, head_dim, vector);
     }
   }
+}
+
+// T: element type of the pages. summary: a row of scorer.summary_bytes(), aligned to 16 bytes. `shared`: of
+// this warp alone, seal_shared_bytes() of it.
+template <typename T, bool kLowRank>
+__device__ __forceinline__ void seal_page(const core::PagePoolView& pool, int64_t page_id, int64_t head,
+                                          int64_t page_size, int64_t head_dim, const core::Scorer& scorer,
+                                          uint8_t* summary, unsigned char* shared) {
+  const auto lane = static_cast<int64_t>(threadIdx.x % kWarpSize);
+  const int64_t end = scorer.summary_bytes(head_dim, page_size);
+  for (int64_t i = scorer.used_bytes(head_dim, page_size) + lane; i < end; i += kWarpSize) summary[i] = 0;
+  const PageKeys<T> keys(pool, page_id, head, page_size, head_dim);
+  if constexpr (kLowRank) {
+    fit_low_rank(keys, scorer, summary, reinterpret_cast<float*>(shared));
+  } else {
+    summarise_vectors(keys, scorer, summary);
+  }
+}
+
+// Warps of a block that seals, at most `most`, and the shared memory of each.
+struct SealLaunch {
+  int num_warps;
+  int64_t warp_bytes;
+};
+inline SealLaunch seal_launch(const core::Scorer& scorer, int64_t page_size, int64_t head_dim, int most) {
+  if (scorer.linear()) return {most, 0};
+  constexpr int64_t kBlockBytes = 48 << 10;  // what a launch gets without asking, unless one page takes more
+  SealLaunch launch{most, LowRankFit::shared_bytes(page_size, head_dim)};
+  while (launch.num_warps > 1 && launch.num_warps * launch.warp_bytes > kBlockBytes) launch.num_warps /= 2;
+  return launch;
 }
 
 }  // namespace tinyserve::cuda

@@ -195,7 +195,7 @@ TEST_CASE("A batch of any lengths is cut into pages on the device; padding and m
 
 TEST_CASE("A page is summarised when its last slot is written, as seal_pages would, and no other") {
   for (const Scorer& scorer : kScorers) {
-    if (!scorer.linear()) continue;
+    if (!scorer.linear() && scorer.name != "low_rank_3") continue;
     for (Shape shape : covering_shapes(12)) {
       if (!fits(scorer, shape)) continue;
       shape.page_size = std::min<int64_t>(shape.page_size, 16);
@@ -228,8 +228,8 @@ TEST_CASE("A page is summarised when its last slot is written, as seal_pages wou
 }
 
 TEST_CASE("Token by token and all at once leave the same bytes and summaries") {
-  const Scorer& scorer = *find_scorer("bounds");
   for (const Shape& shape : covering_shapes(16)) {
+    const Scorer& scorer = *find_scorer(shape.page_size < 16 ? "bounds" : "low_rank_2");
     CAPTURE(shape);
     const auto length = static_cast<int32_t>(2 * shape.page_size + 1);
     const std::vector<int32_t> pages = {3, 0, 2};
@@ -320,7 +320,7 @@ TEST_CASE("Pages beyond 2^31 elements, and summaries beyond 2^31 bytes, are writ
   }
 }
 
-TEST_CASE("An empty batch launches nothing and a low-rank scorer is refused") {
+TEST_CASE("An empty batch launches nothing") {
   const Shape shape;
   const Batch batch({{0, 0, {0}}});
   const Appending appending(shape, shape.type, 8, 1, {});
@@ -328,6 +328,4 @@ TEST_CASE("An empty batch launches nothing and a low-rank scorer is refused") {
   AppendKvBatchParams params = params_of(appending, batch, pools);
   params.num_tokens = 0;
   REQUIRE(tinyserve::cuda::append_kv(params, nullptr) == cudaSuccess);
-  params.scorer = find_scorer("low_rank_2");
-  REQUIRE(tinyserve::cuda::append_kv(params, nullptr) == cudaErrorNotSupported);
 }
