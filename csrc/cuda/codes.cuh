@@ -43,6 +43,21 @@ __device__ __forceinline__ void widen_word(uint32_t word, float* x) {
   }
 }
 
+// Two numbers rounded to a word of T, the first in the low half.
+template <typename T>
+__device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    memcpy(&word, static_cast<const void*>(&pair), sizeof(word));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>, "Two numbers of 16 bits make a word.");
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    memcpy(&word, static_cast<const void*>(&pair), sizeof(word));
+  }
+  return word;
+}
+
 // The int4 codes in the low or the high halves of a word's bytes, stored plus 8.
 __device__ __forceinline__ void nibbles(uint32_t word, bool high, float (&x)[4]) {
   const uint32_t bytes = (high ? word >> 4 : word) & 0x0f0f0f0fU;

@@ -17,6 +17,15 @@ __device__ __forceinline__ void from_float(float x, float& out) { out = x; }
 __device__ __forceinline__ void from_float(float x, __half& out) { out = __float2half_rn(x); }
 __device__ __forceinline__ void from_float(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
 
+template <typename T>
+inline constexpr core::ElementType element_type_of = core::ElementType::kFloat32;
+template <>
+inline constexpr core::ElementType element_type_of<__half> = core::ElementType::kFloat16;
+template <>
+inline constexpr core::ElementType element_type_of<__nv_bfloat16> = core::ElementType::kBFloat16;
+template <>
+inline constexpr core::ElementType element_type_of<int8_t> = core::ElementType::kInt8;
+
 // Calls f with a null pointer to the element type of a tensor that isn't int8.
 template <typename F>
 cudaError_t dispatch_element(core::ElementType type, const F& f) {

@@ -140,9 +140,33 @@ std::vector<uint8_t> bits_of(const Attention& attention) {
   return bits;
 }
 
+// Whether a problem is for tensor cores, which round probabilities to the type of the pages.
+bool on_tensor_cores(const PagedProblem& problem) {
+  const Shape& shape = problem.shape;
+  return (shape.type == ElementType::kFloat16 || shape.type == ElementType::kBFloat16) &&
+         (shape.head_dim == 64 || shape.head_dim == 128);
+}
+
+// What an output may be off by beyond fp32 rounding. A probability is off by at most a unit roundoff of
+// itself and their sum is right, so the output moves by at most that share of the largest value.
+// Probabilities below the normal numbers of fp16 lose 2^-25.
+double probability_rounding(const PagedProblem& problem) {
+  if (!on_tensor_cores(problem)) return 0.0;
+  const Shape& shape = problem.shape;
+  double largest = 0.0;
+  for (size_t s = 0; s < problem.sequences.size(); ++s) {
+    const float* values = problem.value(static_cast<int64_t>(s), 0, 0);
+    for (int64_t i = 0; i < shape.num_kv_heads * problem.sequences[s].length * shape.head_dim; ++i) {
+      largest = std::max(largest, std::fabs(static_cast<double>(values[i])));
+    }
+  }
+  return 1.02 * (unit_roundoff(shape.type) + 0x1p-20) * largest;
+}
+
 // fp32 products of codes and fp32 scales: int8 pages need no tolerance of their own.
-void require_close_attention(const Attention& actual, const ExpectedAttention& expected) {
-  require_close_outputs(actual.out, expected.out);
+void require_close_attention(const PagedProblem& problem, const Attention& actual,
+                             const ExpectedAttention& expected) {
+  require_close_outputs(actual.out, expected.out, probability_rounding(problem));
   require_close(as_doubles(actual.lse), expected.lse, 3e-5);
   if (!actual.page_lse.empty()) require_close(as_doubles(actual.page_lse), expected.page_lse, 3e-5);
 }
@@ -168,7 +192,7 @@ TEST_CASE("CUDA attention follows its definition for every type, layout and shap
     CAPTURE(shape);
     const PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 1);
     const ExpectedAttention expected = expected_attention(problem, nullptr, max_visible_pages(problem));
-    require_close_attention(attend_once(problem, nullptr, /*with_page_lse=*/true), expected);
+    require_close_attention(problem, attend_once(problem, nullptr, /*with_page_lse=*/true), expected);
   }
 }
 
@@ -178,21 +202,22 @@ TEST_CASE("CUDA attention over page lists sees the listed pages only") {
     const PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 2);
     const PageLists lists = draw_lists(problem, 18, 3);
     const ExpectedAttention expected = expected_attention(problem, &lists, lists.width);
-    require_close_attention(attend_once(problem, &lists, /*with_page_lse=*/true), expected);
+    require_close_attention(problem, attend_once(problem, &lists, /*with_page_lse=*/true), expected);
   }
 }
 
 TEST_CASE("Large groups and head dims have the same definition") {
-  for (const int64_t group_size : {8, 12, 16}) {
+  for (const int64_t group_size : {8, 12, 16, 20}) {
     for (const int64_t head_dim : {64, 96, 128, 256}) {
-      const Shape shape{.type = group_size == 12 ? ElementType::kInt8 : ElementType::kFloat16,
+      const ElementType small = head_dim == 64 ? ElementType::kBFloat16 : ElementType::kFloat16;
+      const Shape shape{.type = group_size == 12 ? ElementType::kInt8 : small,
                         .page_size = 16,
                         .head_dim = head_dim,
                         .group_size = group_size,
                         .num_kv_heads = 1};
       CAPTURE(shape);
       const PagedProblem problem(shape, {{150}, {40}}, {{0, 149}, {1, 39}}, 3);
-      require_close_attention(attend_once(problem), expected_attention(problem));
+      require_close_attention(problem, attend_once(problem), expected_attention(problem));
     }
   }
 }
@@ -260,7 +285,8 @@ TEST_CASE("Every length around a page's end is attended to exactly, and an empty
     for (size_t s = 0; s < batch.size(); ++s) rows.push_back({static_cast<int32_t>(s), batch[s].length - 1});
     const PagedProblem problem(shape, batch, rows, 8);
     const Attention actual = attend_once(problem, nullptr, /*with_page_lse=*/true);
-    require_close_attention(actual, expected_attention(problem, nullptr, max_visible_pages(problem)));
+    require_close_attention(problem, actual,
+                            expected_attention(problem, nullptr, max_visible_pages(problem)));
     for (int64_t i = 0; i < shape.num_heads() * shape.head_dim; ++i) REQUIRE(actual.out.get(i) == 0.0);
     REQUIRE(actual.lse[0] == -static_cast<float>(kInfinity));
   }
@@ -322,7 +348,7 @@ TEST_CASE("Lists longer than 64 chunks are cut into larger ones") {
   }
   const Shape shape{.page_size = 1, .head_dim = 8, .group_size = 1, .num_kv_heads = 1};
   const PagedProblem problem(shape, {{64 * 128 + 5}}, {{0, 64 * 128 + 4}, {0, 64 * 128 - 1}}, 9);
-  require_close_attention(attend_once(problem), expected_attention(problem));
+  require_close_attention(problem, attend_once(problem), expected_attention(problem));
 }
 
 TEST_CASE(
@@ -437,35 +463,72 @@ TEST_CASE("Launches one after the other may share partial results and counters")
 }
 
 TEST_CASE("Large logits neither overflow nor lose the small ones of their chunk in CUDA attention") {
-  const Shape shape{.page_size = 1, .head_dim = 8, .group_size = 1, .num_kv_heads = 1};
-  PagedProblem problem(shape, {{300}}, {{0, 299}}, 15);
-  for (int64_t d = 0; d < shape.head_dim; ++d) problem.set_query(0, 0, d, d == 0 ? 1.0 : 0.0);
-  // All chunks but the last are far below it; within a chunk the logits differ by one.
-  for (int64_t token = 0; token < 300; ++token) {
-    const double logit = (token < 292 ? -1000.0 : 1000.0) + static_cast<double>(token % 2);
-    problem.set_key(0, 0, token, 0, logit * std::sqrt(8.0));
+  for (const Shape& shape : {Shape{.page_size = 1, .head_dim = 8, .group_size = 1, .num_kv_heads = 1},
+                             Shape{.type = ElementType::kFloat16,
+                                   .page_size = 1,
+                                   .head_dim = 64,
+                                   .group_size = 1,
+                                   .num_kv_heads = 1}}) {
+    CAPTURE(shape);
+    PagedProblem problem(shape, {{300}}, {{0, 299}}, 15);
+    for (int64_t d = 0; d < shape.head_dim; ++d) problem.set_query(0, 0, d, d == 0 ? 1.0 : 0.0);
+    // All chunks but the last are far below it; within a chunk the logits differ by one.
+    for (int64_t token = 0; token < 300; ++token) {
+      const double logit = (token < 292 ? -1000.0 : 1000.0) + static_cast<double>(token % 2);
+      problem.set_key(0, 0, token, 0, logit / shape.sm_scale());
+    }
+    const Attention actual = attend_once(problem, nullptr, /*with_page_lse=*/true);
+    const double expected_lse = 1000.0 + std::log(4.0 * (1.0 + std::exp(1.0)));
+    require_close(as_doubles(actual.lse), std::vector{expected_lse}, 1e-3);
+    double weighted = 0.0;
+    for (int64_t token = 292; token < 300; ++token) {
+      weighted +=
+          problem.value(0, 0, token)[0] * std::exp(1000.0 + static_cast<double>(token % 2) - expected_lse);
+    }
+    REQUIRE(std::fabs(actual.out.get(0) - weighted) < 1e-3 + probability_rounding(problem));
+    REQUIRE(std::fabs(actual.page_lse[0] - -1000.0) < 1e-3);
   }
-  const Attention actual = attend_once(problem, nullptr, /*with_page_lse=*/true);
-  const double expected_lse = 1000.0 + std::log(4.0 * (1.0 + std::exp(1.0)));
-  require_close(as_doubles(actual.lse), std::vector{expected_lse}, 1e-3);
-  double weighted = 0.0;
-  for (int64_t token = 292; token < 300; ++token) {
-    weighted +=
-        problem.value(0, 0, token)[0] * std::exp(1000.0 + static_cast<double>(token % 2) - expected_lse);
+}
+
+TEST_CASE("Queries of another type than the pages are not rounded to it, nor are their probabilities") {
+  for (const int64_t head_dim : {64, 128}) {
+    const Shape shape{.type = ElementType::kBFloat16,
+                      .page_size = 16,
+                      .head_dim = head_dim,
+                      .group_size = 5,
+                      .num_kv_heads = 1};
+    CAPTURE(shape);
+    PagedProblem problem(shape, {{50}}, {{0, 49}}, 19);
+    ExpectedAttention expected = expected_attention(problem);
+    Launch launch(problem, {0});
+    Elements q(ElementType::kFloat32, launch.q.size());
+    for (int64_t i = 0; i < q.size(); ++i) q.set(i, launch.q.get(i));
+    // A third of the queries' last place: bf16 would lose it.
+    const double more = 1.0 + 0x1p-10;
+    for (int64_t i = 0; i < q.size(); ++i) q.set(i, more * q.get(i));
+    launch.result.out = Elements(ElementType::kFloat32, launch.result.out.size());
+    launch.params.attend.q.data = q.data();
+    launch.params.attend.q.type = ElementType::kFloat32;
+    launch.params.attend.sm_scale /= static_cast<float>(more);
+    launch.params.attend.out = launch.result.out.data();
+    launch.run();
+    require_close_outputs(launch.result.out, expected.out);
+    require_close(as_doubles(launch.result.lse), expected.lse, 3e-5);
   }
-  REQUIRE(std::fabs(actual.out.get(0) - weighted) < 1e-3);
-  REQUIRE(std::fabs(actual.page_lse[0] - -1000.0) < 1e-3);
 }
 
 TEST_CASE("A NaN key, or scale, makes the rows that see it NaN in CUDA attention, and no others") {
   for (const ElementType type : {ElementType::kFloat16, ElementType::kInt8}) {
     for (const bool channel_major : {false, true}) {
-      const Shape shape{
-          .type = type, .page_size = 7, .head_dim = 40, .group_size = 3, .channel_major = channel_major};
+      const Shape shape{.type = type,
+                        .page_size = 7,
+                        .head_dim = channel_major ? 40 : 64,
+                        .group_size = 3,
+                        .channel_major = channel_major};
       CAPTURE(shape);
       PagedProblem problem(shape, decode_batch(shape), decode_rows(shape), 16);
       const Attention clean = attend_once(problem);
-      std::vector<double> key(40, 1.0);
+      std::vector<double> key(static_cast<size_t>(shape.head_dim), 1.0);
       key[3] = kNan;
       problem.set_key_row(1, 0, 9, key);
       const Attention actual = attend_once(problem);
