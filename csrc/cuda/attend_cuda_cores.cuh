@@ -76,7 +76,7 @@ struct CudaCoreProducts {
 
   // Blocks of an SM that registers must leave room for; shared memory leaves none for more. Left to itself
   // the compiler makes room for others and spills.
-  static constexpr int kMinBlocks = kHeadDim == 0 ? 2 : 3;
+  static constexpr int kMinBlocks = kHeadDim == 0 || (kHeadDim == 128 && kHeads == 8) ? 2 : 3;
 
   // Gaps behind rows in shared memory, in elements: lanes at neighbouring tokens meet other banks.
   static constexpr int kQueryGap = 0;
