@@ -6,7 +6,7 @@ threads set their own count.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,17 +38,6 @@ def impl(request: pytest.FixtureRequest) -> Implementation:
         found: Implementation = request.getfixturevalue("emulated")
         return found
     return get_implementation(request.param)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """A case that asks CUDA for what it says it has not got yet is skipped, with its own words."""
-    try:
-        return (yield)
-    except ValueError as error:
-        if "expected one whose summaries are made in CUDA, got 'low_rank" not in str(error):
-            raise
-        pytest.skip(str(error))
 
 
 @pytest.fixture

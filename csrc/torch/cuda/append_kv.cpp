@@ -10,12 +10,6 @@
 namespace tinyserve {
 namespace {
 
-// What the kernels answer to a scorer whose summaries they cannot make.
-void check_can_seal(cudaError_t error, const std::string& scorer) {
-  TINYSERVE_CHECK(error != cudaErrorNotSupported,
-                  "scorer: expected one whose summaries are made in CUDA, got '", scorer, "'");
-}
-
 void append_kv(Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor page_table, Tensor k_pages,
                Tensor v_pages, std::optional<Tensor> k_scales, std::optional<Tensor> v_scales,
                std::optional<Tensor> page_summary, std::string scorer) {
@@ -35,9 +29,7 @@ void append_kv(Tensor k, Tensor v, Tensor cu_query_lens, Tensor seq_lens, Tensor
                                          .v_pages = pools.v,
                                          .page_summary = arguments.page_summary,
                                          .scorer = arguments.scorer};
-  const cudaError_t error = cuda::append_kv(params, device.stream());
-  check_can_seal(error, scorer);
-  device.check_launched(error, "append_kv");
+  device.check_launched(cuda::append_kv(params, device.stream()), "append_kv");
 }
 
 void seal_pages(Tensor page_ids, Tensor k_pages, std::optional<Tensor> k_scales, Tensor page_summary,
@@ -46,9 +38,7 @@ void seal_pages(Tensor page_ids, Tensor k_pages, std::optional<Tensor> k_scales,
   core::SealPagesParams params = check_seal_pages(k_pages, k_scales, page_summary, scorer);
   check_summary_rows(params.page_summary);
   params.page_ids = check_int32(page_ids, "page_ids", 1, "[num_page_ids]");
-  const cudaError_t error = cuda::seal_pages(params, page_ids.size(0), device.stream());
-  check_can_seal(error, scorer);
-  device.check_launched(error, "seal_pages");
+  device.check_launched(cuda::seal_pages(params, page_ids.size(0), device.stream()), "seal_pages");
 }
 
 }  // namespace

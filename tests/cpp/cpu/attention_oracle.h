@@ -60,11 +60,11 @@ inline bool rounds_probabilities(const KernelTable& kernels, const PagedProblem&
          problem.q.type == ElementType::kBFloat16;
 }
 
-// What that may cost. A probability is off by at most 2^-9 of itself and their sum is right, so the output
-// moves by at most 2^-9 of the values' mean distance from it.
+// What that may cost. A probability is off by at most 2^-8 of itself and their sum is right, so the output
+// moves by at most 2^-8 of the values' mean distance from it.
 inline double probability_rounding(const ExpectedAttention& expected, const KernelTable& kernels,
                                    const PagedProblem& problem) {
-  return rounds_probabilities(kernels, problem) ? 0x1.02p-9 * expected.value_max : 0.0;
+  return rounds_probabilities(kernels, problem) ? 0x1.02p-8 * expected.value_max : 0.0;
 }
 
 // What decode may be off by on this target beyond fp32 rounding.
